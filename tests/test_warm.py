@@ -218,6 +218,22 @@ def test_no_template_outlives_the_process_that_it_serves() -> None:
         assert time.monotonic() < deadline
 
 
+KILLED_EARLY = """
+import os, select, socket, subprocess, sys, warm
+class Wire(socket.socket):
+    def recv(self, *given):
+        select.select([self], [], [])
+        os.kill(os.getpid(), 9)
+warm._template.wire = Wire(fileno=warm._template.wire.detach())
+subprocess.run([sys.executable, "-c", ""])
+"""
+
+
+def test_a_template_ends_without_a_word_when_what_it_serves_is_killed_before_it_has_read_the_answer() -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED_EARLY], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGKILL, "", "")
+
+
 def test_a_kernel_that_refuses_names_makes_it_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse = "warm._libc.prctl = lambda *given: -1; "
     monkeypatch.setattr(warm, "_TEMPLATE_CODE", warm._TEMPLATE_CODE.replace("warm.serve", f"{refuse}warm.serve"))

@@ -250,7 +250,8 @@ def _list_read_at_start(environ: Mapping[str, str]) -> list[str]:
 
 
 def _serve(wire: socket.socket) -> _Start | None:
-    """Fork for each order; returns in the new process what that is to be, and None in the template at the end."""
+    """Fork for each order; returns in the new process what that is to be, and None in the template at the end. Raises
+    ConnectionError where the process that it serves was killed with an answer on its way."""
     while True:
         head, received, *_ = socket.recv_fds(wire, _LENGTH.size, 256)
         if len(head) != _LENGTH.size:
@@ -468,7 +469,9 @@ def serve(descriptor: int) -> None:
     gc.enable()
     while True:
         _show([sys.executable, "template of warm processes"], {})
-        order = _serve(wire)
+        order = None
+        with contextlib.suppress(ConnectionError):
+            order = _serve(wire)
         if order is None:
             os._exit(0)
         _become(order, path)
