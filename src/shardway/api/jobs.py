@@ -163,16 +163,14 @@ class FunctionJob(concurrent.futures.Future[Any]):
     def state(self) -> str:
         """In one word, as `shardway status` has it: queued, running, finished, deadline, stopped, out_of_memory,
         node_failure, crashed, ... A job that has not ended is asked for at its scheduler."""
+        from shardway.launch.runs.job_status import find_current
+
         if self._word:
             return self._word
         statuses = self._read_statuses()
         if not self.until_done:
             statuses = [each for each in statuses if each.entry.number == self.attempt]
-        # Of a chain the attempt that runs, or the last that had work to do.
-        worked = [each for each in statuses if not each.ran_nothing]
-        shown = next((each for each in worked if each.is_active and each.word != "queued"), None)
-        shown = shown or next((each for each in worked if each.is_active), None)
-        shown = shown or next(iter((worked or statuses)[-1:]), None)
+        shown = find_current(statuses)
         if self.done():
             if shown is None or shown.entry.result is None or shown.result is None:  # its last words are still to come
                 return str(Ending.FINISHED if self.exception() is None else Ending.CRASHED)

@@ -100,8 +100,10 @@ class _ShownRun:
 
     @property
     def job(self) -> JobStatus | None:
-        """The attempt that waits or runs, else the last one."""
-        return next((job for job in [*(job for job in self.statuses if job.is_active), *self.statuses[-1:]]), None)
+        """The attempt that it is known by."""
+        from shardway.launch.runs.job_status import find_current
+
+        return find_current(self.statuses)
 
     @property
     def state(self) -> str:

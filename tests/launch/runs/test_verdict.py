@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.launch.runs.job_status import decide
+from shardway.launch.runs.job_status import JobStatus, LedgerEntry, decide, find_current
 from shardway.launch.schedulers.base import JobPhase, JobRecord, SchedulerEnding
-from shardway.rundir.attempts import BY_SIGNAL, Ending, Result
+from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending, Result, Submission
 
 
 def ended(ending: SchedulerEnding, code: int | None = None, signal: int = 0) -> JobRecord:
@@ -143,3 +144,31 @@ def test_every_pair_has_one_answer(result: Result | None, record: JobRecord | No
         assert decide(decided, record) is not None or decided.by == "job script"
     if result is None and decided is not None:
         assert decided.state not in (Ending.FINISHED, Ending.NOT_NEEDED)
+
+
+def standing(number: int, result: Result | None = None, record: JobRecord | None = None) -> JobStatus:
+    return JobStatus(
+        LedgerEntry(Attempt(Path("run/attempts", str(number))), Submission("slurm", "", str(number))), record, result
+    )
+
+
+FAILED, IDLE = Result(Ending.CRASHED), Result(Ending.NOT_NEEDED)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "expected"),
+    [
+        ([], None),
+        ([(FAILED, None)], 1),
+        ([(FAILED, None), (None, RUNNING), (None, QUEUED)], 2),
+        ([(FAILED, None), (None, QUEUED), (None, QUEUED)], 2),
+        ([(None, UNKNOWN), (None, RUNNING)], 2),
+        ([(FAILED, None), (SCRIPT, None), (IDLE, None), (IDLE, None)], 2),
+        ([(IDLE, None), (IDLE, None)], 2),
+    ],
+)
+def test_a_chain_is_known_by_what_runs_or_what_had_work(
+    attempts: list[tuple[Result | None, JobRecord | None]], expected: int | None
+) -> None:
+    current = find_current([standing(number, *each) for number, each in enumerate(attempts, 1)])
+    assert (current.entry.number if current is not None else None) == expected

@@ -290,6 +290,15 @@ def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[JobStatus
     return standings
 
 
+def find_current(standings: Sequence[JobStatus]) -> JobStatus | None:
+    """The attempt that a run is known by: of a chain the one that runs, or waits to; else the last that had work to do,
+    else the last. None where there is no attempt."""
+    active = [standing for standing in standings if standing.is_active]
+    running = [standing for standing in active if standing.word == JobPhase.RUNNING]
+    worked = [standing for standing in standings if not standing.ran_nothing]
+    return next(iter(running or active or worked[-1:] or standings[-1:]), None)
+
+
 def describe_active(standings: Sequence[JobStatus]) -> str:
     """The attempts that wait or run: "attempt 2 queued as job 17"; empty for none."""
     active = [standing for standing in standings if standing.is_active]

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardway.launch.hosts.base import Host
 from shardway.launch.runs.followers import is_finished
-from shardway.launch.runs.job_status import JobStatus, Ledger, read_ledgers, read_standings
+from shardway.launch.runs.job_status import JobStatus, Ledger, find_current, read_ledgers, read_standings
 from shardway.launch.submission.prepare import SubmitRequest, read_last_request
 from shardway.launch.sweep.record import Member, SweepRecord
 from shardway.units import Monitor
@@ -49,10 +49,8 @@ class MemberStatus:
         """Its state in one word."""
         if self.is_finished:
             return "finished"
-        active = [status for status in self.statuses if status.is_active]
-        worked = [status for status in self.statuses if not status.ran_nothing]
-        shown = active or worked or self.statuses
-        return shown[-1].word if shown else "new"
+        current = find_current(self.statuses)
+        return current.word if current is not None else "new"
 
 
 def read_members(host: Host, folder: Path, record: SweepRecord) -> list[MemberStatus]:
