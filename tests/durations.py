@@ -29,7 +29,7 @@ FILE_S = 0.1
 """What a file takes to be imported, and all that is known of one that was not measured."""
 
 WHY = {
-    "tests/test_readme.py::test_every_shell_block_runs": "what a newcomer types: every process starts cold",
+    "tests/test_readme.py::test_every_shell_block_of_the_": "what a newcomer types: a first run, then four trainings",
     "tests/train/test_processes.py::test_what_was_killed_goes_on_with_the_same": "two kills and five starts",
     "tests/train/test_nodes.py::": "agents wait for a lost node as long as it may take",
     "tests/cli/test_followers.py::test_a_": "jobs of this machine that start torch, one after the other",

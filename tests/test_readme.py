@@ -1,4 +1,5 @@
-"""The blocks of the README and of its first page run as they stand: `sh` in a shell, `python` as a script.
+"""The blocks of the README and of its first page run as they stand: `sh` in a shell (the README's in one where every
+process starts cold, as a newcomer's do), `python` as a script.
 
 Every link of a page leads somewhere, and the README's picture is what `tools/live_view.py` draws.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from page_shell import PageShell
 from shardway.rundir.directory import RunDir
 from test_architecture import FORBIDDEN
 
@@ -35,13 +37,19 @@ def _shell(tmp_path: Path) -> dict[str, object]:
     return {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
 
 
-@pytest.mark.parametrize(("page", "trainings"), [(README, 1), (START, 4)], ids=["README", "start"])
-def test_every_shell_block_runs(shell: dict[str, object], page: Path, trainings: int) -> None:
-    script = "\n".join(blocks("sh", page))
-    assert script.count("shardway train") == trainings
+def test_every_shell_block_of_the_readme_runs(shell: dict[str, object]) -> None:
+    script = "\n".join(blocks("sh", README))
+    assert script.count("shardway train") == 1
     done = subprocess.run(["sh", "-euc", script], timeout=900, **shell)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     assert "finished" in done.stdout
+
+
+def test_every_shell_block_of_the_first_page_runs(tmp_path: Path) -> None:
+    reader = PageShell(tmp_path)
+    for block in blocks("sh", START):
+        reader.run_block(block)
+    assert sum("finished at step 20" in printed for printed in reader.printed) == 4
 
 
 def test_every_python_block_runs_and_learns(shell: dict[str, object], tmp_path: Path) -> None:

@@ -46,12 +46,6 @@ def running_slurm24() -> Iterator[Cluster]:
     yield from _lend(name, NODES="2", SLURM=str(_from_cache("slurm24")))
 
 
-@pytest.fixture(scope="module")
-def four_nodes() -> Iterator[Cluster]:
-    """Four nodes, beside the other cluster, for one module."""
-    yield from _lend(os.environ.get("SHARDWAY_CLUSTER_NAME", "lab") + "4", NODES="4")
-
-
 @pytest.fixture
 def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster with every host up and without jobs, also after the test."""

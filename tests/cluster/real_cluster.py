@@ -19,6 +19,18 @@ ENDED = frozenset(
 )
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _POLL_S = 0.1
+_AWAIT = """
+job=$1 end=$((SECONDS + $2))
+shift 2
+while line=$(scontrol show job --oneliner "$job") || exit; do
+    state=${line#*JobState=}
+    for each; do [ "${state%% *}" != "$each" ] || break 2; done
+    [ $SECONDS -lt $end ] || break
+    sleep 0.2
+done
+echo "$line"
+"""
+"""JOB SECONDS STATE...: what scontrol shows of a job once it is in one of these states, or the time is over."""
 _QUIETLY = 'out=$(mktemp); trap "rm -f $out" EXIT; "$@" >"$out" 2>&1; code=$?; cat "$out"; exit $code'
 
 
@@ -86,8 +98,7 @@ class Cluster:
 
     def describe(self, job: str) -> dict[str, str]:
         """What the scheduler says of a job (`scontrol show job`), by its own names."""
-        words = self.output("scontrol", "show", "job", "--oneliner", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        return _read_fields(self.output("scontrol", "show", "job", "--oneliner", job))
 
     def wait_until(self, job: str, *states: str, timeout_s: float = 60.0) -> str:
         """Wait until the job is in one of these states, by default one that it ends in; that state.
@@ -95,11 +106,11 @@ class Cluster:
         Raises ClusterError when the time is over, or when it has ended in another one.
         """
         wanted = frozenset(states) or ENDED
-        deadline = time.monotonic() + timeout_s
-        while (state := self.describe(job)["JobState"]) not in wanted:
-            if state in ENDED or time.monotonic() > deadline:
-                raise ClusterError(f"job {job} is {state}, not {' or '.join(sorted(wanted))}: {self.describe(job)}")
-            time.sleep(_POLL_S)
+        words = ("bash", "-c", _AWAIT, "await", job, int(timeout_s), *sorted(wanted | ENDED))
+        fields = _read_fields(_checked(self.run(*words, timeout_s=timeout_s + 60)))
+        state = fields["JobState"]
+        if state not in wanted:
+            raise ClusterError(f"job {job} is {state}, not {' or '.join(sorted(wanted))}: {fields}")
         return state
 
     def accounted(self, job: str, *fields: str, timeout_s: float = 60.0) -> dict[str, str]:
@@ -192,6 +203,10 @@ def wait_for(what: str, holds: Callable[[], bool], timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise ClusterError(f"waited {timeout_s:g} s in vain for: {what}")
         time.sleep(_POLL_S)
+
+
+def _read_fields(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def _checked(done: subprocess.CompletedProcess[str]) -> str:

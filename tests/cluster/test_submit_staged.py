@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from real_cluster import Cluster
-from submitting import Person, settle_in
+from submitting import Person
 
 from shardway.units import format_bytes
 
-NODES = ("n1", "n2", "n3", "n4")
+NODES = ("n1", "n2", "n3")
 TOKENS = 150_000_000
 """Several parts of a file, so that each node reads some of it."""
-WORDS = ("train.global_batch=8", "site.nodes=4", "site.ranks_per_node=2")
-
-
-@pytest.fixture
-def alice(four_nodes: Cluster) -> Iterator[Person]:
-    """Alice on four nodes, in a folder of her own."""
-    yield settle_in(four_nodes, "work")
-    four_nodes.clear()
+WORDS = ("train.global_batch=6", "site.nodes=3", "site.ranks_per_node=1")
 
 
 def find_staged(alice: Person, node: str, disk: str) -> list[str]:
@@ -42,7 +33,7 @@ def test_the_nodes_read_the_data_once_together_and_the_next_job_none_of_it(alice
     size = path.stat().st_size
     dry = alice.shardway("submit", "--dry-run", *words)
     assert f"data.stage copies {format_bytes(size)} of data to {disk} of each node" in dry.stderr
-    plain = alice.submit(*words, "run.name=plain", "data.stage=off", "site.nodes=1", "site.ranks_per_node=1")
+    plain = alice.submit(*words, "run.name=plain", "data.stage=off", "site.nodes=1")
     assert plain.ended().state == "finished"
     first = alice.submit(*words, "run.name=first")
     assert first.ended().state == "finished"
@@ -53,7 +44,7 @@ def test_the_nodes_read_the_data_once_together_and_the_next_job_none_of_it(alice
     shares = f": {format_bytes(size)} from where they lie, {format_bytes((len(NODES) - 1) * size)} from other nodes"
     assert told["reason"].endswith(shares)
     assert [find_staged(alice, node, disk) for node in NODES] == [[str(size)]] * len(NODES)
-    second = alice.submit(*words, "run.name=second", "site.ranks_per_node=1")
+    second = alice.submit(*words, "run.name=second")
     assert second.ended().state == "finished"
     assert second.losses() == pytest.approx(first.losses(), rel=1e-5)
     assert not [event for event in second.directory.events(0) if event["event"] == "staged"]
@@ -65,7 +56,7 @@ def test_a_folder_that_no_node_may_write_to_is_refused_and_leaves_no_run(alice: 
     os.chmod(path, 0o644)
     alice.write("staged.toml", (alice.folder / "tiny.toml").read_text().replace("samples = 512\n", ""))
     words = ("staged.toml", "data.kind=tokens", f"data.path={path}", *WORDS, "data.stage=/proc/disk")
-    run = alice.submit(*words, "run.name=refused", "site.nodes=2", "site.ranks_per_node=1")
+    run = alice.submit(*words, "run.name=refused", "site.nodes=2")
     result = run.ended()
     assert result.exit_code == 3
     assert "data.stage: /proc/disk/shardway-stage-" in run.printed()

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from lesson_shell import LessonShell, list_blocks
 
+from page_shell import PageShell, list_blocks
 from shardway.learn.lessons import find_lesson
 
 EXERCISES = {
@@ -33,7 +33,7 @@ EXERCISES = {
 
 @pytest.mark.parametrize("number", range(1, 11))
 def test_the_lesson_runs_and_its_check_refuses_what_is_not_done(number: int, tmp_path: Path) -> None:
-    shell = LessonShell(tmp_path)
+    shell = PageShell(tmp_path)
     undone = shell.try_line(f"shardway learn check {number}")
     assert undone.returncode == 1
     assert undone.stdout.count("missing") == len(read_check(shell, number)["findings"])
@@ -53,18 +53,18 @@ def test_the_lesson_runs_and_its_check_refuses_what_is_not_done(number: int, tmp
     assert done.returncode == 0, done.stdout
 
 
-def read_check(shell: LessonShell, number: int) -> dict[str, object]:
+def read_check(shell: PageShell, number: int) -> dict[str, object]:
     (found,) = json.loads(shell.try_line(f"shardway learn check {number} --json").stdout)["lessons"]
     return found
 
 
-def add_a_mount(shell: LessonShell) -> None:
+def add_a_mount(shell: PageShell) -> None:
     path = shell.folder / "cluster.toml"
     path.write_text(path.read_text().replace('["/project/data"]', '["/project/data", "/project/more"]'))
     shell.run_line("shardway submit cluster.toml --on generic-slurm site.account=course --dry-run > apptainer.sh")
 
 
-def stop_and_resume_a_job(shell: LessonShell) -> None:
+def stop_and_resume_a_job(shell: PageShell) -> None:
     shell.run_line("shardway submit gpt.toml --dir runs/long train.steps=2000")
     deadline = time.monotonic() + 120
     while not list((shell.folder / "runs/long/checkpoints").glob("step-*")) and time.monotonic() < deadline:
@@ -76,7 +76,7 @@ def stop_and_resume_a_job(shell: LessonShell) -> None:
     shell.run_line("shardway status runs/long --watch 1")
 
 
-def damage_a_checkpoint(shell: LessonShell) -> None:
+def damage_a_checkpoint(shell: PageShell) -> None:
     newest = max((shell.folder / "runs/killed/checkpoints").glob("step-*"))
     with open(newest / "rank-00000.bin", "r+b") as file:
         file.write(b"x" * 100)

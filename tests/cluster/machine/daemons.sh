@@ -8,10 +8,10 @@
 # cut|mend HOST       its network link
 # stop|run slurmctld  the controller, in order; jobs go on meanwhile
 set -euo pipefail
-. "$(dirname "$0")/settings.sh"
+. "${0%/*}/settings.sh"
 . "$ROOT/conf/settings"
 . "$MACHINE/inside.sh"
-[ -n "${INSIDE:-}" ] || go_inside "$MACHINE/$(basename "$0")" "$@"
+[ -n "${INSIDE:-}" ] || go_inside "$MACHINE/${0##*/}" "$@"
 
 hosts() { echo login; for number in $(seq "$NODES"); do echo "n$number"; done; }
 

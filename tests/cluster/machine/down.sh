@@ -2,7 +2,7 @@
 # down.sh
 # End the cluster of that NAME and remove what it left. Does nothing where there is none.
 set -uo pipefail
-. "$(dirname "$0")/settings.sh"
+. "${0%/*}/settings.sh"
 
 if [ "${1:-}" != locked ]; then # up.sh holds the lock when it calls
     [ -d "$(dirname "$ROOT")" ] || exit 0

@@ -3,11 +3,13 @@
 # Run a command on a host of the cluster (ctl, login, n1, ...) as a user, with a login's plain environment.
 # FOLDER=path is where it starts (else the user's home); variables come as `env X=1 COMMAND`.
 set -euo pipefail
-. "$(dirname "$0")/settings.sh"
-[ -e "$ROOT/conf/settings" ] || fail "cluster $NAME is not up ($ROOT); bring it up with $MACHINE/up.sh"
-. "$ROOT/conf/settings"
+# What the cluster was brought up with comes first: nothing of it is worked out again for each command.
+recorded=${ROOT:-/var/lib/shardway-cluster/${NAME:-lab}}/conf/settings
+[ ! -e "$recorded" ] || . "$recorded"
+. "${0%/*}/settings.sh"
+[ -e "$recorded" ] || fail "cluster $NAME is not up ($ROOT); bring it up with $MACHINE/up.sh"
 . "$MACHINE/inside.sh"
-[ -n "${INSIDE:-}" ] || go_inside env ${FOLDER:+FOLDER="$FOLDER"} "$MACHINE/$(basename "$0")" "$@"
+[ -n "${INSIDE:-}" ] || go_inside env ${FOLDER:+FOLDER="$FOLDER"} "$MACHINE/${0##*/}" "$@"
 
 host=$1 user=$2
 shift 2

@@ -2,7 +2,7 @@
 # host.sh NAME
 # Process 1 of one host; daemons.sh starts it inside the room. A login node has ssh only, a compute node slurmd as well.
 set -euo pipefail
-. "$(dirname "$0")/settings.sh"
+. "${0%/*}/settings.sh"
 . "$ROOT/conf/settings"
 . "$MACHINE/places.sh"
 

@@ -2,7 +2,7 @@
 # room.sh
 # Process 1 of the room in which the whole cluster stands; up.sh starts it. When it dies the kernel ends all the rest.
 set -euo pipefail
-. "$(dirname "$0")/settings.sh"
+. "${0%/*}/settings.sh"
 . "$ROOT/conf/settings"
 . "$MACHINE/places.sh"
 

@@ -5,7 +5,8 @@
 # ROOT   its folder: configuration, logs, spool, homes. Cluster and "laptop" see it under the same path
 # CACHE  what install.sh made: kept between runs, shared by all clusters
 
-MACHINE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+MACHINE=${BASH_SOURCE[0]%/*}
+[[ $MACHINE == /* ]] || MACHINE=$(cd "$MACHINE" && pwd)
 NAME=${NAME:-lab}
 ROOT=${ROOT:-/var/lib/shardway-cluster/$NAME}
 CACHE=${CACHE:-/var/cache/shardway-cluster}
@@ -37,10 +38,10 @@ mac_of() {
     printf '02:00:00:00:00:%02x' "${ip##*.}"
 }
 
-fail() { echo "$(basename "$0"): $*" >&2; exit 1; }
+fail() { echo "${0##*/}: $*" >&2; exit 1; }
 
 # process_in FILE: the process whose number the file holds, if it lives
-process_in() { local pid; pid=$(cat "$1" 2>/dev/null) && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null && echo "$pid"; }
+process_in() { local pid; [ -e "$1" ] && pid=$(<"$1") && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null && echo "$pid"; }
 
 # wait_for SECONDS WHAT FUNCTION...: until it succeeds
 wait_for() {

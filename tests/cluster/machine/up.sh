@@ -12,7 +12,7 @@
 # controller's daemons and a bridge; each host is a room inside the room. All that exists outside is the folder, one
 # network link to this machine, the "laptop" (NET.1), and an empty group in each control group hierarchy.
 set -euo pipefail
-. "$(dirname "$0")/settings.sh"
+. "${0%/*}/settings.sh"
 
 GROUPS_USED=(freezer memory cpuacct devices)
 HIERARCHY=/sys/fs/cgroup

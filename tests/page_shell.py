@@ -1,6 +1,6 @@
-"""Runs the `sh` blocks of a lesson as a learner would: one after another, in one folder.
+"""Runs the `sh` blocks of a page or a lesson as a reader would: one after another, in one folder.
 
-Simple lines (a program and its words) start warm, so that ten lessons need no minutes of imports; a block that puts a
+Simple lines (a program and its words) start warm, so that pages need no minutes of imports; a block that puts a
 command into the background, and any line with a character of the shell's, is given to `sh` as it stands.
 """
 
@@ -24,8 +24,8 @@ def list_blocks(text: str, language: str = "sh") -> list[str]:
 
 
 @dataclass
-class LessonShell:
-    """A learner's shell in a folder; `printed` is what its commands wrote."""
+class PageShell:
+    """A reader's shell in a folder; `printed` is what its commands wrote."""
 
     folder: Path
     printed: list[str] = field(default_factory=list)
