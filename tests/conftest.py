@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,13 @@ def leaves_nothing_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     if leaks:
         restore(before)
         pytest.fail("\n  ".join(["the test leaves behind:", *leaks]), pytrace=False)
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """A folder of a test that is not in memory, where several nodes could share none."""
+    with tempfile.TemporaryDirectory(prefix="shardway-disk-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

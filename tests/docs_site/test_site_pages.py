@@ -67,14 +67,14 @@ def site(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Browser]:
+    """As a reader has it who never chose a theme."""
     with browser() as opened:
+        opened.call("Page.addScriptToEvaluateOnNewDocument", source="localStorage.clear()")
         yield opened
 
 
 def load(page: Browser, path: Path, width: int, scheme: str) -> None:
-    """Show a page of the site, as a reader that never chose a theme sees it."""
-    page.show(path, width, scheme)
-    page.evaluate("localStorage.clear()")
+    """Show a page of the site."""
     page.show(path, width, scheme)
     wait_for(page, "document.readyState === 'complete'")
 

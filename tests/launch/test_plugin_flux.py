@@ -90,23 +90,23 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, packages: Path) -> Machine:
+def machine(disk_path: Path, packages: Path) -> Machine:
     for name, text in {"bin/flux": FAKE, "bin/python3": '#!/bin/bash\necho "$@" > "$FAKES/rank"\n'}.items():
-        path = tmp_path / name
+        path = disk_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
     for name in ("home", "project"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "project/site.toml").write_text(SITE)
-    (tmp_path / "project/train.py").write_text("import torch.distributed\n")
+        (disk_path / name).mkdir()
+    (disk_path / "project/site.toml").write_text(SITE)
+    (disk_path / "project/train.py").write_text("import torch.distributed\n")
     variables = {
-        "HOME": f"{tmp_path}/home",
-        "FAKES": str(tmp_path),
-        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+        "HOME": f"{disk_path}/home",
+        "FAKES": str(disk_path),
+        "PATH": f"{disk_path}/bin:/usr/bin:/bin",
         "PYTHONPATH": f"{packages}:{SOURCE}",
     }
-    return Machine(tmp_path, tmp_path / "project", variables)
+    return Machine(disk_path, disk_path / "project", variables)
 
 
 SUBMIT = ("submit", "--on", "./site.toml", "--walltime", "1h", "--nodes", "2", "site.venv=none")

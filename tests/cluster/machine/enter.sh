@@ -5,6 +5,7 @@
 set -euo pipefail
 # What the cluster was brought up with comes first: nothing of it is worked out again for each command.
 recorded=${ROOT:-/var/lib/shardway-cluster/${NAME:-lab}}/conf/settings
+# shellcheck source=/dev/null
 [ ! -e "$recorded" ] || . "$recorded"
 . "${0%/*}/settings.sh"
 [ -e "$recorded" ] || fail "cluster $NAME is not up ($ROOT); bring it up with $MACHINE/up.sh"
