@@ -85,8 +85,8 @@ bench-planner: $(READY)
 
 $(READY): pyproject.toml constraints.txt tools/make_venv.sh
 	tools/make_venv.sh $(PYTHON) $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-build-isolation \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 	    -c constraints.txt deepspeed
 	@touch $@
 
