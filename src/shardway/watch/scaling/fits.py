@@ -3,7 +3,7 @@
 Invariants:
 - The same times give the same numbers: every draw has a fixed seed.
 - An interval is of 95 %. It holds what varies between steps and between repeats, and for a fit also the misfit that
-  these do not explain; of a single run, what varies between runs is not in it.
+  these do not explain; where no size has two runs, what varies between runs is not in it.
 - A model is fitted only to more points than it has parameters. Sizes are relative to the smallest point.
 
 Strong scaling (the global work stays) is fitted by Amdahl's law, T(n) = a + b/n: the serial share is a/(a + b) (G. M.
@@ -17,7 +17,7 @@ and a part in 1/n, so a and b hold it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,25 +83,31 @@ class PointTimes:
         return find_estimate(self.seconds, self.draws)
 
 
-def measure_point(size: float, repeats: Sequence[Sequence[float]], seed: int = 1) -> PointTimes:
-    """The step time at a size from the steps of each repeat, without their warm-up.
+def measure_points(repeats: Mapping[float, Sequence[Sequence[float]]], seed: int = 1) -> list[PointTimes]:
+    """The step times of all sizes from the steps of each of their repeats (size -> repeats), without their warm-up.
 
-    Steps are drawn in blocks of consecutive ones, as they are alike (Hall, Horowitz and Jing 1995). Of several
-    repeats, these are drawn too, and the spread is scaled by sqrt(R/(R - 1)), since R draws from R vary too little (Rao
-    and Wu 1988).
+    Repeats differ by what varies between runs and within them. Relative to its mean, their spread is taken to be that
+    of all sizes: two or three repeats of one size show little of it, and those of four sizes have 4 (R - 1) degrees of
+    freedom. The logarithms of the times are drawn from a normal distribution whose variance is drawn as well, which is
+    Student's (Biometrika 6, 1908). Without repeats, steps are drawn in blocks of consecutive ones, as these are alike
+    (Hall, Horowitz and Jing 1995).
     """
     import numpy as np
 
-    rng = np.random.default_rng([seed, round(size * 1000)])
-    medians = np.array([float(np.median(each)) for each in repeats])
-    drawn = np.stack([_draw_medians(np.asarray(each, dtype=float)[-MOST_STEPS:], rng) for each in repeats])
-    count = len(repeats)
-    value = float(medians.mean())
-    if count == 1:
-        return PointTimes(size, value, drawn[0])
-    picks = rng.integers(0, count, (DRAWS, count))
-    means = drawn[picks, np.arange(DRAWS)[:, None]].mean(axis=1)
-    return PointTimes(size, value, value + (means - value) * math.sqrt(count / (count - 1)))
+    medians = {size: np.array([float(np.median(each)) for each in runs]) for size, runs in repeats.items()}
+    freedom = sum(len(each) - 1 for each in medians.values())
+    rng = np.random.default_rng(seed)
+    squares = sum(float(np.square(np.log(each) - np.log(each).mean()).sum()) for each in medians.values())
+    spreads = np.sqrt(squares / rng.chisquare(freedom, DRAWS)) if freedom else None
+    points = []
+    for size, each in medians.items():
+        own, value = np.random.default_rng([seed, round(size * 1000)]), float(each.mean())
+        if spreads is None:
+            draws = _draw_medians(np.asarray(repeats[size][0], dtype=float)[-MOST_STEPS:], own)
+        else:
+            draws = value * np.exp(spreads * own.standard_normal(DRAWS) / math.sqrt(len(each)))
+        points.append(PointTimes(size, value, draws))
+    return points
 
 
 def _draw_medians(values: Any, rng: Any) -> Any:

@@ -26,7 +26,7 @@ from shardway.watch.scaling.fits import (
     fit_amdahl,
     fit_communication,
     fit_gustafson,
-    measure_point,
+    measure_points,
 )
 from shardway.watch.scaling.runs import ScaleRun, check_kind, describe_work, render_day
 from shardway.watch.words import UNKNOWN, align_cells, render_plural, render_total
@@ -138,7 +138,7 @@ def make_study(name: str, runs: Sequence[ScaleRun], *, weak: bool, unit: str, co
     labels = [render_plural(run.size, unit.removesuffix("s")) for run in ordered]
     check_kind(labels, [run.work for run in ordered], weak=weak)
     groups = [tuple(run for run in ordered if run.size == size) for size in sorted({run.size for run in ordered})]
-    times = [measure_point(group[0].size, [run.times for run in group]) for group in groups]
+    times = measure_points({group[0].size: [run.times for run in group] for group in groups})
     works = [group[0].work.world / groups[0][0].work.world if weak else 1.0 for group in groups]
     points = []
     for group, each, work in zip(groups, times, works, strict=True):
@@ -169,8 +169,8 @@ def list_verdict(study: ScaleStudy) -> list[str]:
         return [f"One size was run ({_size(study, first.size)}): a speed-up needs another one."]
     found = [f"{_size(study, last.size)} keep {_percent(last.efficiency)}{_describe_limit(study)}."]
     found += [*_describe_fits(study)]
-    if any(len(point.runs) == 1 for point in study.points):
-        found.append("A size has a single run, so what varies between runs is not in the intervals (--repeats).")
+    if all(len(point.runs) == 1 for point in study.points):
+        found.append("Each size has a single run, so what varies between runs is not in the intervals (--repeats).")
     return found
 
 
