@@ -161,9 +161,11 @@ def training_commands(folder: Path) -> Iterator[Start]:
     finally:
         for command in started:
             command.process.kill()
+            for process in command.seen:  # one that was stopped would hold the pipes for ever
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             command.process.communicate()
-            for process in command.left_alive():
-                process.kill()
+            command.left_alive()
 
 
 def stalling(rank: int, batch: int, mark: Path) -> dict[str, str]:

@@ -385,7 +385,8 @@ def _fork_template() -> socket.socket | None:
 
 
 def _import_customization() -> None:
-    """What site.py imports at the start of Python."""
+    """What site.py imports at the start of Python; not that of the template, which Debian's own Python has."""
+    sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ImportError):
         import sitecustomize  # noqa: F401
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,6 @@ print(len(changes))
 @pytest.mark.usefixtures("warm_starts")
 def test_what_faults_change_is_there(tmp_path: Path) -> None:
     words = [sys.executable, "-c", CHANGE_ALL, str(tmp_path / "mark"), *PHASES.values(), "copying"]
-    inject = Path(__file__).parent / "inject"
-    done = subprocess.run(words, cwd=inject, capture_output=True, text=True, timeout=120)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "inject")}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
     assert (done.stderr, int(done.stdout or 0)) == ("", 5 + 5 + 1 + 1)

@@ -13,12 +13,18 @@ from shardway.telemetry.store import read_telemetry
 
 FAKE = Path(__file__).parents[1] / "telemetry"
 SCRIPT = """\
-import time
+import socket, time
 
-until = time.time() + 25
-while time.time() < until:
-    sum(range(1000))
+began = time.monotonic()
+while time.monotonic() < began + 25:
+    until = time.process_time() + 0.1
+    while time.process_time() < until:
+        sum(range(1000))
+    time.sleep(0.1)
+with open(f"FOLDER/share-{socket.gethostname()}", "w") as file:
+    file.write(str(time.process_time() / (time.monotonic() - began)))
 """
+"""Computes for at most half of the time, and writes the share of a core that it came to."""
 BUSY = {"use_percent": 96, "power_w": 620, "memory_bytes": 6e10, "sm_percent": 70, "tensor_percent": 35}
 IDLE = {"use_percent": 0, "power_w": 75, "memory_bytes": 4e8, "sm_percent": 0, "tensor_percent": 0}
 
@@ -26,7 +32,7 @@ IDLE = {"use_percent": 0, "power_w": 75, "memory_bytes": 4e8, "sm_percent": 0, "
 @pytest.fixture(scope="module")
 def sampled(busy_alice: Person) -> Submitted:
     """A script that uses one of two pretended GPUs on each of two nodes."""
-    busy_alice.write("busy.py", SCRIPT)
+    busy_alice.write("busy.py", SCRIPT.replace("FOLDER", str(busy_alice.folder)))
     devices = [{"uuid": f"GPU-{number}", "values": values} for number, values in enumerate((BUSY, IDLE))]
     busy_alice.write("nvml.json", json.dumps({"devices": devices}))
     fake = f'SHARDWAY_NVML = "fake_nvml", SHARDWAY_FAKE_NVML = "{busy_alice.folder}/nvml.json", PYTHONPATH = "{FAKE}"'
@@ -50,7 +56,9 @@ def test_every_node_of_a_command_is_sampled(sampled: Submitted) -> None:
         assert np.isfinite(idle[:-1]).all()
         assert np.nanmean(busy) == pytest.approx(96, abs=1)
         assert np.nanmax(idle) == 0
-        assert 0.2 < np.nanmean(host.series["cpu/job_cores"][3:]) < 2  # one busy process, read with each fifth sample
+        share = float((sampled.path.parents[1] / f"share-{host.host}").read_text())
+        # Of this process and of the shell and srun around it, read with each fifth sample.
+        assert 0.6 * share < np.nanmean(host.series["cpu/job_cores"][3:]) < 1.4 * share + 0.2
 
 
 def test_the_idle_gpus_are_named_from_the_job_id_alone(sampled: Submitted, busy_alice: Person) -> None:
