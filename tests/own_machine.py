@@ -37,8 +37,8 @@ PREFIXES = ("OPENBLAS_", "SHARDWAY_CHAOS", "SHARDWAY_TEST_", "PYTEST_", "COV_", 
 """Of this process's variables, those that a test may see."""
 
 MEMORY, MEMORY_BYTES = "/dev/shm", 4 * 2**30
-"""Where tests write their files if it is a file system in memory with so much free: what they force to the disk, in
-thousands of saves, takes an eighth of their time there."""
+"""Where tests write their files if it is a file system in memory with so much free: there is no
+wait for a disk in thousands of saves."""
 
 KEEPS_MACHINE = ("SHARDWAY_CLUSTER", "SHARDWAY_GPU")
 """A session with one of these set tests what the machine really has."""
@@ -48,7 +48,8 @@ def settle_in() -> Path | None:
     """Give this process, and all that it starts, a PATH, a HOME and variables of its own; the folder with them."""
     if any(name in os.environ for name in KEEPS_MACHINE):
         return None
-    folder = Path(tempfile.mkdtemp(prefix="shardway-tests-", dir=MEMORY if _can_write_to_memory() else None))
+    memory = MEMORY if _can_write_to_memory() else None
+    folder = Path(tempfile.mkdtemp(prefix="shardway-tests-", dir=memory))
     programs = folder / "bin"
     programs.mkdir()
     for name in PROGRAMS:
@@ -59,8 +60,8 @@ def settle_in() -> Path | None:
         if not name.startswith(PREFIXES):
             del os.environ[name]
     os.environ["PATH"] = str(programs)
-    if _can_write_to_memory():
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)  # where pytest makes the folders of tests
+    if memory:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory)  # where pytest makes the folders of tests
     new_home(folder)
     return folder
 

@@ -20,7 +20,15 @@ MODULES = {"shardway": "shardway", "torchrun": "torch.distributed.run"}
 
 
 def list_blocks(text: str, language: str = "sh") -> list[str]:
+    """The blocks of a page in this language."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def reader_environ() -> dict[str, str]:
+    """A reader's variables: the commands of this environment first. Threads that wait for each other do not spin,
+    which takes the cores from other tests."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_WAIT_POLICY": "passive"}
 
 
 @dataclass
@@ -32,8 +40,7 @@ class PageShell:
 
     @property
     def environ(self) -> dict[str, str]:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return {**os.environ, "PATH": path, "OMP_WAIT_POLICY": "passive", "COLUMNS": "120"}
+        return {**reader_environ(), "COLUMNS": "120"}
 
     def run_block(self, block: str) -> None:
         """Run a block; fails where a command does."""

@@ -7,7 +7,6 @@ Every link of a page leads somewhere, and the README's picture is what `tools/li
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from page_shell import PageShell
+from page_shell import PageShell, list_blocks, reader_environ
 from shardway.rundir.directory import RunDir
 from test_architecture import FORBIDDEN
 
@@ -26,16 +25,13 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 def blocks(language: str, *pages: Path) -> list[str]:
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return list_blocks(text, language)
 
 
 @pytest.fixture(name="shell")
 def _shell(tmp_path: Path) -> dict[str, object]:
-    """Where and with which environment a block runs: the commands of this environment first. A run takes a thread a
-    core, as a reader's does; threads that wait for each other do not spin, which takes the cores from other tests."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environ = {**os.environ, "PATH": path, "OMP_WAIT_POLICY": "passive"}
-    return {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
+    """Where and with which variables a block runs. A run takes a thread a core, as a reader's does."""
+    return {"cwd": tmp_path, "env": reader_environ(), "capture_output": True, "text": True}
 
 
 def test_every_shell_block_of_the_readme_runs(shell: dict[str, object]) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import shardway
+from page_shell import list_blocks
 from shardway.api.jobs import OPTIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python-jobs.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = list_blocks(PAGE, "python")
 
 
 def test_the_blocks_of_the_page_do_what_it_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

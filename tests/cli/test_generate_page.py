@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,13 +11,14 @@ from pathlib import Path
 import pytest
 from command_line import TINY, Shardway, write_text
 
+from page_shell import list_blocks
 from runs import lone_rank, train_tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "generate.md"
 
 
 def list_commands() -> list[str]:
-    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = list_blocks(PAGE.read_text(encoding="utf-8"))
     return "".join(blocks).splitlines()
 
 
@@ -45,7 +45,7 @@ def test_the_commands_of_the_page(shardway: Shardway, tmp_path: Path, monkeypatc
         assert (program, ended.code) == ("shardway", 0), ended.err
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [each["prompt"] for each in answers] == ["def ", "class ", "import "]
-    shown = json.loads(re.findall(r"^```json\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)[0])
+    shown = json.loads(list_blocks(PAGE.read_text(), "json")[0])
     assert all(each.keys() == shown.keys() for each in answers)
     assert len(json.loads((tmp_path / "chat.jsonl").read_text())["messages"]) == 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import pytest
 from command_line import Shardway
 
 import warm
+from page_shell import list_blocks
 from shardway.cli.mcp import find_roots
 from shardway.cli.tools import TABLE, Reach, ToolCalls, list_tools, mask_secrets, read_secret_values
 from shardway.errors import UserError
@@ -312,8 +312,8 @@ def test_a_root_is_a_folder(tmp_path: Path) -> None:
 
 def test_the_settings_of_the_page_are_words_of_the_verb(shardway: Shardway, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/mcp.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    (toml,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (block,) = list_blocks(page, "json")
+    (toml,) = list_blocks(page, "toml")
     entries = json.loads(block)["mcpServers"]["shardway"], tomllib.loads(toml)["mcp_servers"]["shardway"]
     for entry in entries:
         words = [str(tmp_path) if word.startswith("/home") else word for word in entry["args"]]

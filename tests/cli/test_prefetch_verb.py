@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from command_line import Shardway
 from golden_files import Golden
 from hub_models import FIRST, write_model
 from hub_server import COMMIT, HubServer, fill_cache
+from page_shell import list_blocks
 from shardway.errors import UserError
 from shardway.launch.hosts import LocalHost
 from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
@@ -189,9 +189,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "prefetch.md"
 def test_the_commands_of_the_page_do_what_it_says(hub: HubServer, shardway: Shardway, folder: Path) -> None:
     hub.repos |= {"Qwen/Qwen3-0.6B": folder, "datasets/org/text": folder}
     page = PAGE.read_text(encoding="utf-8")
-    (run_file,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (run_file,) = list_blocks(page, "toml")
     Path("my.toml").write_text(run_file)
-    (block,) = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (block,) = list_blocks(page)
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]
     assert len(lines) == 4
     for words in lines:

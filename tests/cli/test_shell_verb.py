@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from command_line import Ended, Shardway
 
+from page_shell import list_blocks
 from shardway.rundir.directory import RunDir
 
 PAGE = Path(__file__).parents[2] / "docs" / "interactive.md"
 
 
 def list_commands() -> list[str]:
-    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = list_blocks(PAGE.read_text(encoding="utf-8"))
     return "".join(blocks).splitlines()
 
 

@@ -7,6 +7,7 @@ import re
 
 from submitting import Person
 
+from page_shell import list_blocks
 from shardway.learn.lessons import find_lesson
 
 
@@ -14,7 +15,7 @@ def test_the_slurm_block_of_lesson_8_runs_and_its_check_finds_the_job(alice: Per
     lesson = find_lesson("8")
     assert alice.told("learn", "8") == lesson.text
     folder = alice.folder / "learn" / lesson.name
-    (block,) = re.findall(r"^```slurm\n(.*?)^```", lesson.text, re.DOTALL | re.MULTILINE)
+    (block,) = list_blocks(lesson.text, "slurm")
     submit, follow = block.splitlines()
     for line in (f"{submit.replace('SITE', 'generic-slurm')} data.path=gpt.toml data.include=*", follow):
         program, *words = line.split()

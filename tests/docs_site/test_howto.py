@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import warm
+from page_shell import list_blocks, reader_environ
 from shardway.runfile.schema import all_keys, sections
 
 FOLDER = Path(__file__).parents[2] / "docs" / "howto"
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md"))
-BLOCK = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 OUTCOMES = {
     "job-waits": "#SBATCH --time=0-00:30:00",
     "wall-time": "finished",
@@ -38,17 +37,14 @@ OUTCOMES = {
 
 @pytest.fixture(scope="module")
 def environ() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_WAIT_POLICY": "passive"}
+    return reader_environ()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Path:
     """A folder with the run that the pages work on, made as the first page has it."""
     folder = tmp_path_factory.mktemp("howto")
-    (command,) = re.findall(
-        r"^```text\n(.*?)\n```", (FOLDER / "index.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    (command,) = list_blocks((FOLDER / "index.md").read_text(encoding="utf-8"), "text")
     words = command.split()[1:]
     with warm.starts():
         done = subprocess.run(
@@ -67,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_the_blocks_of_a_page_run(trained: Path, environ: dict[str, str], tmp_path: Path, name: str) -> None:
     shutil.copytree(trained, tmp_path / "here")
-    script = "\n".join(BLOCK.findall((FOLDER / f"{name}.md").read_text(encoding="utf-8")))
+    script = "\n".join(list_blocks((FOLDER / f"{name}.md").read_text(encoding="utf-8")))
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=tmp_path / "here", env=environ, capture_output=True, text=True, timeout=900,
@@ -81,7 +77,7 @@ def test_every_page_is_listed_and_its_blocks_are_run() -> None:
     index = (FOLDER / "index.md").read_text(encoding="utf-8")
     assert set(PAGES) - {"index"} == set(OUTCOMES)
     assert [name for name in OUTCOMES if f"({name}.md)" not in index] == []
-    assert [name for name in OUTCOMES if not BLOCK.search((FOLDER / f"{name}.md").read_text(encoding="utf-8"))] == []
+    assert [name for name in OUTCOMES if not list_blocks((FOLDER / f"{name}.md").read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("name", PAGES)

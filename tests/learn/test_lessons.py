@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from page_shell import list_blocks
 from runs import lone_rank, train_tiny
 from shardway.cli.main import app, run_guarded
 from shardway.errors import JobError, UserError
@@ -309,7 +310,7 @@ def test_neither_listing_nor_checking_imports_torch(here: Path) -> None:
 
 
 def test_the_commands_of_the_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/learn.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = list_blocks((ROOT / "docs/learn.md").read_text())
     lines = [line.partition("#")[0].split() for line in "".join(blocks).splitlines()]
     codes = {"shardway learn": 0, "shardway learn 1": 0, "shardway learn check all || true": 1}
     assert [" ".join(line) for line in lines] == list(codes)
