@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
@@ -56,6 +57,32 @@ def test_the_numbers_of_the_run_file_arrive() -> None:
     descent = build_optimizer(OptimSection(name="sgd", momentum=0.7, nesterov=True), model, 0.25)
     group = descent.param_groups[0]
     assert (group["lr"], group["momentum"], group["nesterov"]) == (0.25, 0.7, True)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_parameters_that_take_no_part_now_and_then_count_their_own_updates(name: str) -> None:
+    """The numbers are torch's, with states that were loaded in between."""
+    ours, theirs = (nn.ParameterList([torch.arange(1.0, 1 + size) for size in (3, 2, 4)]) for _ in range(2))
+    section = OptimSection(name=name, weight_decay=0.0)  # type: ignore[arg-type]
+    optimizer = build_optimizer(section, ours, 0.1)
+    group = {key: optimizer.param_groups[0][key] for key in ("betas", "eps") if key in optimizer.param_groups[0]}
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    more = {"momentum": section.momentum} if name == "sgd" else group
+    other = kinds[name](theirs.parameters(), lr=0.1, weight_decay=0.0, **more)
+    for step, missing in enumerate([(), (0,), (0, 1), (), (2,), (), ()]):
+        for at, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+            one.grad = two.grad = None
+            if at not in missing:
+                one.grad, two.grad = (torch.full_like(one, 0.5 + step + at) for _ in range(2))
+        optimizer.step()
+        other.step()
+        if step == 4:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = build_optimizer(section, ours, 0.1)
+            optimizer.load_state_dict(saved)
+    assert [optimizer.state[parameter]["step"].item() for parameter in ours] == [5, 6, 6]
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-7)
 
 
 # --- what Muon takes

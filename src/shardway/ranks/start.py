@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardway.errors import ERRORS_BY_NAME, Bug, JobError, LostContact, ShardwayError, SiteError
+from shardway.hardware.heap import keep_freed_memory
 from shardway.hardware.limits import explain_limit, raise_file_limit, read_task_limit
 from shardway.ranks.launcher import Placement, render_endpoint
 from shardway.ranks.network import (
@@ -144,6 +145,8 @@ def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     raise_file_limit()
     torch.set_num_threads(_fit_threads(placement, options.threads))
     device = _choose_device(placement, options.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if placement.launcher != "none":
         placement = _join(placement, options, device)
     elif options.group_alone:

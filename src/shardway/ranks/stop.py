@@ -24,6 +24,7 @@ import builtins
 import contextlib
 import ctypes
 import dis
+import operator
 import os
 import select
 import signal
@@ -31,7 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -281,10 +282,12 @@ class StepRequests:
     profile: bool = False
 
     def as_numbers(self) -> list[float]:
-        return [float(wish) for wish in astuple(self)]
+        return [float(wish) for wish in _WISHES(self)]
 
 
-VOID = [each.name for each in fields(StepRequests)].index("void")
+_NAMES = [each.name for each in fields(StepRequests)]
+_WISHES = operator.attrgetter(*_NAMES)  # each step asks: `astuple` copies, and takes three times as long
+VOID = _NAMES.index("void")
 """The place of `void` among the numbers."""
 
 
@@ -311,6 +314,8 @@ class Decision:
 
 def read_decision(summed: Sequence[float]) -> Decision:
     """The decision in the sum of all ranks' requests."""
+    if not any(summed):
+        return Decision()
     by_signal, by_file, save, deadline, void, finish, log, profile = map(bool, summed)
     stops = {
         "a signal asked for a stop": by_signal,

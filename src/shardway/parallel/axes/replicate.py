@@ -389,7 +389,9 @@ def own_squares(parameters: Sequence[nn.Parameter], mesh: Mesh, device: torch.de
         return torch.zeros((), dtype=torch.float64, device=device)
     # Of a sparse gradient (one rank alone has them) the numbers that are there, each row once.
     grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in held]
-    norms = [norm.to(device) for norm in torch._foreach_norm(grads)]
+    norms = list(torch._foreach_norm(grads))
+    if {norm.device for norm in norms} != {device}:
+        norms = [norm.to(device) for norm in norms]
     return torch.stack(norms).double().square().sum()
 
 

@@ -20,9 +20,10 @@ parts below 4096 numbers stay in fp32 and are quantized when they become part of
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -41,18 +42,19 @@ from shardway.parallel.blocks import find_units
 # --- parts: what a rank holds of a parameter
 
 
-@dataclass(frozen=True)
-class ParameterPart:
-    """What this rank holds of one parameter, or some rows of that; `step` counts from 1.
+class ParameterPart(NamedTuple):
+    """What this rank holds of one parameter, or some rows of that; `step` counts from 1, and `step_tensor` is
+    the same number on the CPU (fp32, 0-dim).
 
     `shape` is that of the whole parameter and `offset` the place of this part in it; a rank that holds a part needs
-    no communication to update it.
+    no communication to update it. A tuple: one is made for each parameter and step.
     """
 
     parameter: torch.Tensor
     gradient: torch.Tensor
     states: tuple[torch.Tensor, ...]
     step: int
+    step_tensor: torch.Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
@@ -63,7 +65,7 @@ class ParameterPart:
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> ParameterPart:
         """The same part with other tensors in the order of `tensors`."""
-        return replace(self, parameter=tensors[0], gradient=tensors[1], states=tuple(tensors[2:]))
+        return self._replace(parameter=tensors[0], gradient=tensors[1], states=tuple(tensors[2:]))
 
 
 Kernel = Callable[[Sequence[ParameterPart]], None]
@@ -119,6 +121,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._numerics = numerics
         self._offsets: dict[torch.Tensor, tuple[int, ...]] = {}
+        # The steps of parameters that are updated together, by the first of them: one tensor, and its views.
+        self._counts: dict[torch.Tensor, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
         self.register_load_state_dict_post_hook(self._restore_formats)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -180,20 +184,30 @@ class LocalOptimizer(torch.optim.Optimizer):
     def next_parts(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[ParameterPart]:
         """What this rank holds of parameters, their steps counted up: all at once, or a small model waits for it."""
         states, names = [self.state_of(group, parameter) for parameter in parameters], self.state_names(group)
+        steps, parts = self._count_up(parameters[0], states), []
+        for parameter, state, step in zip(parameters, states, steps, strict=True):
+            held: list[torch.Tensor] = [state[name] for name in names]
+            own, gradient = parameter, parameter.grad
+            if gradient is None or isinstance(parameter, DTensor):
+                own, gradient = held_by_rank(parameter), local_gradient(parameter)
+                held = [held_by_rank(each) for each in held]
+            offset = self._offset(parameter)
+            parts.append(ParameterPart(own, gradient, tuple(held), int(step), state["step"], parameter.shape, offset))
+        return parts
+
+    def _count_up(self, first: torch.Tensor, states: Sequence[dict[str, Any]]) -> list[float]:
+        """The steps of some parameters, `first` and others, one more than they were. Their tensors become views of one:
+        to add to each by itself takes as long as an update of small parameters."""
+        together, views = self._counts.get(first, (None, ()))
         counts = [state["step"] for state in states]
-        torch._foreach_add_(counts, 1)
-        steps = torch.stack(counts).tolist()
-        return [
-            ParameterPart(
-                parameter=held_by_rank(parameter),
-                gradient=local_gradient(parameter),
-                states=tuple([held_by_rank(state[name]) for name in names]),
-                step=int(step),
-                shape=parameter.shape,
-                offset=self._offset(parameter),
-            )
-            for parameter, state, step in zip(parameters, states, steps, strict=True)
-        ]
+        if together is None or len(views) != len(counts) or any(map(operator.is_not, views, counts)):
+            together = torch.stack(counts)  # other parameters than last time, or states that were loaded
+            views = together.unbind()
+            for state, view in zip(states, views, strict=True):
+                state["step"] = view
+            self._counts[first] = together, views
+        found: list[float] = together.add_(1).tolist()
+        return found
 
     def state_of(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter, made at its first update."""
@@ -217,7 +231,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         if self._numerics.kernel == "foreach":
             return False
         known = self._numerics.kernel == "fused" or parts[0].parameter.device.type in FUSED_DEVICES
-        return known and all(len({tensor.stride() for tensor in part.tensors}) == 1 for part in parts)
+        return known and all(_lie_alike(part.tensors) for part in parts)
 
     def _offset(self, parameter: torch.Tensor) -> tuple[int, ...]:
         if torch.bfloat16 not in (self._numerics.state_dtype, parameter.dtype):
@@ -248,28 +262,43 @@ class AdamW(LocalOptimizer):
         fused = self.can_fuse(parts)
         if not fused and self.is_left_out():
             return
-        # Fused kernels want the steps beside the parameters: one copy carries all of them there.
-        device = parts[0].parameter.device if fused else torch.device("cpu")
-        steps = send([part.step - 1.0 for part in parts], torch.float32, device).unbind()
         first, second = group["betas"]
-        adamw(
-            [part.parameter for part in parts],
-            [part.gradient for part in parts],
-            [part.states[0] for part in parts],
-            [part.states[1] for part in parts],
-            [],
-            list(steps),
-            foreach=not fused,
-            fused=fused,
-            found_inf=self.found_inf if fused else None,
-            amsgrad=False,
-            beta1=first,
-            beta2=second,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        numbers: dict[str, Any] = {"lr": group["lr"], "beta1": first, "beta2": second, "eps": group["eps"]}
+        numbers |= {"weight_decay": group["weight_decay"], "amsgrad": False, "maximize": False}
+        if not fused:
+            counts = [torch.tensor(part.step - 1.0) for part in parts]  # it counts them up
+            parameters, gradients, averages, squares = _columns(parts)
+            adamw(parameters, gradients, averages, squares, [], counts, foreach=True, **numbers)
+            return
+        # The kernel itself: what `adamw` does around it takes as long as all updates of a small model.
+        for (device, _), alike in _group_alike(parts).items():
+            counts = [part.step_tensor for part in alike]
+            if device.type != "cpu":  # beside the parameters, by one copy
+                counts = list(send([part.step for part in alike], torch.float32, device).unbind())
+            parameters, gradients, averages, squares = _columns(alike)
+            torch._fused_adamw_(
+                parameters, gradients, averages, squares, [], counts, found_inf=self.found_inf, **numbers
+            )
+
+
+def _columns(parts: Sequence[ParameterPart]) -> list[list[torch.Tensor]]:
+    """Parameters, gradients, and each state of them."""
+    return [list(column) for column in zip(*(part.tensors for part in parts), strict=True)]
+
+
+def _group_alike(
+    parts: Sequence[ParameterPart],
+) -> dict[tuple[torch.device, torch.dtype], list[ParameterPart]]:
+    """Parts whose parameters are of one device and format, which one launch can take."""
+    found: dict[tuple[torch.device, torch.dtype], list[ParameterPart]] = {}
+    for part in parts:
+        found.setdefault((part.parameter.device, part.parameter.dtype), []).append(part)
+    return found
+
+
+def _lie_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors of one shape have their elements in the same order in memory."""
+    return all(tensor.is_contiguous() for tensor in tensors) or len({tensor.stride() for tensor in tensors}) == 1
 
 
 class SGD(LocalOptimizer):
@@ -436,7 +465,7 @@ def split_rows(part: ParameterPart, elements: int) -> Iterator[ParameterPart]:
     rows = max(1, elements * length // part.parameter.numel())
     for first in range(0, length, rows):
         piece = part.with_tensors([tensor[first : first + rows] for tensor in part.tensors])
-        yield replace(piece, offset=(part.offset[0] + first, *part.offset[1:]))
+        yield piece._replace(offset=(part.offset[0] + first, *part.offset[1:]))
 
 
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class Muon(AdamW):
             parts = self.next_parts(group, batch)
             updates = orthogonalise_whole(self._directions(group, parts), batch[0], group["iterations"])
             moves = [
-                replace(part, gradient=update.to(part.parameter), states=())
+                part._replace(gradient=update.to(part.parameter), states=())
                 for part, update in zip(parts, updates, strict=True)
             ]
 
@@ -59,7 +58,7 @@ class Muon(AdamW):
 
     def _directions(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> list[torch.Tensor]:
         """The Nesterov momentum of each part in bf16, which is enough to orthogonalise and to send."""
-        copies = [replace(part, gradient=part.gradient.to(torch.float32, copy=True)) for part in parts]
+        copies = [part._replace(gradient=part.gradient.to(torch.float32, copy=True)) for part in parts]
 
         def add_momentum(some: Sequence[ParameterPart]) -> None:
             """Move the buffer towards the gradient, then the gradient towards the buffer."""
