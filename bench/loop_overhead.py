@@ -6,13 +6,8 @@ Both take turns, one step each, in one process, so that whatever else the machin
 whole thing: `run.steps` with events, status, agreement and loader, `run.step` with exact normalisation and clipping.
 Theirs is what one writes by hand: gather, forward, cross-entropy, backward, clip_grad_norm_, AdamW, cosine schedule,
 and reading the loss. The figure is tokens/s of ours / tokens/s of theirs. The ratio of medians is the one to quote: a
-pause of the machine falls on one side of a pair and moves the other two.
-
-On a CPU glibc gives the top of the heap back and takes it again, and by luck of the heap one of the two loops pays for
-it: 0 to 2,500 page faults a step, up to 3 % of the default step, now of this state of the code and now of that. To
-compare two states, let both keep what they have:
-
-    MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_MMAP_THRESHOLD_=1073741824 python bench/loop_overhead.py
+pause of the machine falls on one side of a pair and moves the other two. On a CPU both keep what they free, since our
+start of ranks lets the process do so (`hardware.heap`).
 """
 
 from __future__ import annotations

@@ -93,6 +93,12 @@ class Case:
             yield torch.from_numpy(rows["inputs"]), torch.from_numpy(rows["targets"])
 
 
+def join_ranks() -> None:
+    """The group of all ranks, unless they have one."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
 def open_case(task: Task) -> Case:
     """The run of a task, resolved as ours is."""
     resolved = resolve_request(ResolveRequest(None, (*QUIET, *task.words)), task.ranks, task.ranks).resolved
@@ -133,7 +139,7 @@ def our_tp(task: Task) -> Iterator[float]:
 def plain_ddp(task: Task) -> Iterator[float]:
     """DistributedDataParallel."""
     case = open_case(task)
-    dist.init_process_group("gloo")
+    join_ranks()
     model = DistributedDataParallel(case.build_model(), gradient_as_bucket_view=True)
     yield from train(case, model, case.batches(task.ranks))
 
@@ -141,7 +147,7 @@ def plain_ddp(task: Task) -> Iterator[float]:
 def plain_fsdp2(task: Task) -> Iterator[float]:
     """`fully_shard` of each block and of the rest."""
     case = open_case(task)
-    dist.init_process_group("gloo")
+    join_ranks()
     model = case.build_model()
     for block in model.blocks.children():  # type: ignore[union-attr]
         fully_shard(block)
@@ -152,7 +158,7 @@ def plain_fsdp2(task: Task) -> Iterator[float]:
 def plain_tp(task: Task) -> Iterator[float]:
     """`parallelize_module` with the styles of torch's tutorial on tensor parallelism."""
     case = open_case(task)
-    dist.init_process_group("gloo")
+    join_ranks()
     model = case.build_model()
     mesh = init_device_mesh("cpu", (task.ranks,))
     parallelize_module(
@@ -172,7 +178,9 @@ def plain_tp(task: Task) -> Iterator[float]:
 
 def block_styles() -> dict[str, ParallelStyle]:
     """How the modules of one block split; what enters a sum is gathered, what leaves it is scattered."""
-    attention = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
+    attention = PrepareModuleInput(
+        input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+    )
     return {
         "attention_norm": SequenceParallel(),
         "attention": attention,

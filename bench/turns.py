@@ -107,13 +107,14 @@ def started(loops: Mapping[str, str], words: Sequence[str], ranks: int) -> Itera
 
 
 def compare_losses(loops: Sequence[Loop], steps: int) -> None:
-    """Take the first steps, and leave out every loop whose losses are not those of the first one."""
+    """Take the first steps, and leave out every loop whose losses are not those of the first one; all stay where that
+    one takes no part itself."""
     for _ in range(steps):
         for loop in loops:
             loop.take_step()
     expected = loops[0].losses
     for loop in loops[1:]:
-        if loop.reason:
+        if loop.reason or loops[0].reason:
             continue
         worst = max(abs(a - b) / abs(b) for a, b in zip(loop.losses, expected, strict=True))
         if not worst <= TOLERANCE:
