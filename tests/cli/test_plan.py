@@ -338,6 +338,16 @@ def test_a_model_known_by_its_parts_is_copied_or_sharded(shardway: Shardway) -> 
             114_688,
         ),
         ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}, 106_624),
+        (
+            {"model_type": "opt", "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+            | {"vocab_size": 100, "max_position_embeddings": 128},
+            73_536,
+        ),
+        (
+            {"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+            | {"vocab_size": 100},
+            92_800,
+        ),
     ],
 )
 def test_a_run_of_a_family_with_older_names_of_keys(
@@ -348,7 +358,7 @@ def test_a_run_of_a_family_with_older_names_of_keys(
     done = shardway("plan", "my.toml", *A100, "--gpus", "2", "--json")
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out)["plan"]["model"]["parameters"] == parameters
-    if config["model_type"] == "gpt2":
+    if config["model_type"] in ("gpt2", "opt"):
         longer = shardway("plan", "my.toml", "data.seq_len=256", *A100, "--gpus", "2")
         assert longer.code == 2
         assert "256 is more than the 128 positions that the model knows" in longer.err
