@@ -192,16 +192,18 @@ class DeepSpeedEngine:
             )
             requests = send(context.requests.as_numbers(), torch.float64, sums.device)
             total, targets, _, _, *wanted = self._ranks.sum(torch.cat([sums, requests])).tolist()
-            per_sample = targets / self.passes.batch_split.global_batch
-            self._engine.optimizer.override_loss_scale(factor * per_sample if targets else math.inf)
-            self._engine.step()
+            overflow, norm = False, 0.0
+            if targets:  # else gradients are 0, and may stay: momentum and weight decay would move weights all the same
+                self._engine.optimizer.override_loss_scale(factor * targets / self.passes.batch_split.global_batch)
+                self._engine.step()
+                overflow = not self._engine.was_step_applied()
+                norm = math.inf if overflow else float(self._engine.get_global_grad_norm())
             balance(self.passes.routers, self.passes.parallel.mesh)
-        overflow = not self._engine.was_step_applied()
         return StepResult(
             loss=total / targets if targets else float("nan"),
-            grad_norm=math.inf if overflow else float(self._engine.get_global_grad_norm()),
+            grad_norm=norm,
             targets=targets,
             decision=read_decision(wanted),
-            skipped=overflow and scale is not None,
+            skipped=not targets or (overflow and scale is not None),
             loss_scale=scale.after(overflow) if scale is not None else None,
         )
