@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from page_shell import PageShell, list_blocks, reader_environ
 from shardway.rundir.directory import RunDir
 from test_architecture import FORBIDDEN
@@ -55,7 +56,8 @@ def test_every_python_block_runs_and_learns(shell: dict[str, object], tmp_path: 
     (block,) = blocks("python", README)
     script = tmp_path / "script.py"
     script.write_text(block + "print(loss)\n", encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], timeout=600, **shell)  # type: ignore[call-overload]
+    with warm.starts():
+        done = subprocess.run([sys.executable, str(script)], timeout=600, **shell)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     variance_of_the_targets = 4 / 45  # of x*x for x uniform in 0..1
     assert float(done.stdout) < variance_of_the_targets / 4
