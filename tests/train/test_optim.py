@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +86,35 @@ def test_parameters_that_take_no_part_now_and_then_count_their_own_updates(name:
     assert [optimizer.state[parameter]["step"].item() for parameter in ours] == [5, 6, 6]
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adafactor"])
+def test_a_copy_goes_on_as_its_original(name: str, copied: Callable[[Any], Any]) -> None:
+    section = OptimSection(name=name, state_dtype="bf16" if name == "adamw" else "fp32")  # type: ignore[arg-type]
+    model = Transformer(SHAPE)
+    model.init_weights(0)
+    optimizer = build_optimizer(section, model, 0.1)
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in module.parameters():
+            parameter.grad = parameter.detach() * 0.5
+        optimizer.step()
+
+    step(model, optimizer)
+    model.zero_grad()
+    other, its_optimizer = copied((model, optimizer))
+    its_optimizer.load_state_dict(its_optimizer.state_dict())
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, its_optimizer)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+    states = [optimizer.state[parameter] for parameter in model.parameters()]
+    others = [its_optimizer.state[parameter] for parameter in other.parameters()]
+    assert [{name: tensor.dtype for name, tensor in each.items()} for each in others] == [
+        {name: tensor.dtype for name, tensor in each.items()} for each in states
+    ]
 
 
 # --- what Muon takes

@@ -119,11 +119,25 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: Groups, defaults: dict[str, Any], numerics: Numerics) -> None:
         super().__init__(groups, defaults)
+        self._begin(numerics)
+
+    def _begin(self, numerics: Numerics) -> None:
+        """What torch does not copy of an optimizer."""
         self._numerics = numerics
         self._offsets: dict[torch.Tensor, tuple[int, ...]] = {}
         # The steps of parameters that are updated together, by the first of them: one tensor, and its views.
         self._counts: dict[torch.Tensor, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
         self.register_load_state_dict_post_hook(self._restore_formats)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "numerics": self._numerics}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of loaded states, which have no numerics."""
+        numerics = state.pop("numerics", None)
+        super().__setstate__(state)
+        if numerics is not None:
+            self._begin(numerics)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states of a group's parameters that have one number an element, at most two."""
@@ -266,7 +280,7 @@ class AdamW(LocalOptimizer):
         numbers: dict[str, Any] = {"lr": group["lr"], "beta1": first, "beta2": second, "eps": group["eps"]}
         numbers |= {"weight_decay": group["weight_decay"], "amsgrad": False, "maximize": False}
         if not fused:
-            counts = [torch.tensor(part.step - 1.0) for part in parts]  # it counts them up
+            counts = list(torch.tensor([part.step - 1.0 for part in parts]).unbind())  # it counts them up
             parameters, gradients, averages, squares = _columns(parts)
             adamw(parameters, gradients, averages, squares, [], counts, foreach=True, **numbers)
             return
