@@ -113,8 +113,10 @@ def compare_losses(loops: Sequence[Loop], steps: int) -> None:
         for loop in loops:
             loop.take_step()
     expected = loops[0].losses
+    if loops[0].reason:
+        return
     for loop in loops[1:]:
-        if loop.reason or loops[0].reason:
+        if loop.reason:
             continue
         worst = max(abs(a - b) / abs(b) for a, b in zip(loop.losses, expected, strict=True))
         if not worst <= TOLERANCE:

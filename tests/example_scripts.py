@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from page_shell import reader_environ
 from runs import Died
 from shardway.ranks.start import Ranks
 from shardway.resolve.request import ResolveRequest, resolve_request
@@ -88,8 +88,7 @@ def dying_after(last: int) -> Callable[..., float]:
 
 def command_environment() -> dict[str, str]:
     """The environment of a shell in which the commands of this Python come first."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    return {**reader_environ(), "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(ranks: int, script: Path, *words: str) -> Sequence[str]:

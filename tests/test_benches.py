@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import warm
+from outside import ROOT, modules_of
 from pool import ranks
 
-ROOT = Path(__file__).parents[1]
 TINY = ("model.dim=16", "model.layers=1", "model.heads=2", "data.seq_len=12", "train.global_batch=4")
 
 
@@ -30,11 +30,8 @@ def test_the_loop_is_measured_against_a_hand_written_one() -> None:
 def test_hand_written_loops_learn_alike(rank: int, tmp_path: Path) -> None:
     import torch
 
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
+    with modules_of("bench"):
         loops, turns = importlib.import_module("plain_loops"), importlib.import_module("turns")
-    finally:
-        sys.path.pop(0)
 
     def losses(name: str) -> torch.Tensor:
         """Of three steps, the means over ranks."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
+from outside import modules_of
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(Path(__file__).parents[1] / "bench" / "faults"))
+with modules_of("bench/faults"):
     from judge import Record, count_orphaned, find_return, judge
     from peer_rows import Row, render
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from command_line import Shardway
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(Path(__file__).parents[2] / "bench" / "planner"))
+from outside import modules_of
+
+with modules_of("bench/planner"):
     from own_runs import CASES, COMMON
 
 H200 = ("run.device=cpu", "--gpu", "h200-sxm-141gb", "--gpus", "1", "--json")

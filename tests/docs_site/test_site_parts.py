@@ -3,22 +3,20 @@ reads a terminal as a terminal does."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "docs_site"))
+from outside import ROOT, modules_of
+from shardway.launch.schedulers.base import _rules_for_all
+from shardway.resolve.rules import RULES
 
-from build import link_names, map_prose, name_of_file, rewrite_links  # noqa: E402
-from check import find_problems  # noqa: E402
-from error_pages import list_error_pages  # noqa: E402
-from reference import EVENTS, list_events, list_exit_codes  # noqa: E402
-from terminal import Recording, Screen, record, render_svg  # noqa: E402
-
-from shardway.launch.schedulers.base import _rules_for_all  # noqa: E402
-from shardway.resolve.rules import RULES  # noqa: E402
+with modules_of("tools/docs_site"):
+    from build import link_names, map_prose, name_of_file, rewrite_links
+    from check import find_problems
+    from error_pages import list_error_pages
+    from reference import EVENTS, list_events, list_exit_codes
+    from terminal import Recording, Screen, record, render_svg
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ kernels of a device without a device. The bounds are the figures of `docs/number
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +12,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
+from outside import ROOT, modules_of
 
-import step_traffic  # noqa: E402
-from step_traffic import Counts, count_all, fuse, shape_of  # noqa: E402
+with modules_of("bench"):
+    import step_traffic
+    from step_traffic import Counts, count_all, fuse, shape_of
 
 LAYERS = 8
 WEIGHTS = LAYERS * 7 + 1

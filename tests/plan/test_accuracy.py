@@ -17,15 +17,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from outside import ROOT, modules_of
 from plan_cases import llama_layer, model_of
 from shardway.plan.case import Case, Ceilings, Degrees, ceilings_of, layers_of_stages, split_by_weight
 from shardway.plan.huggingface import find_named
 
-ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "tests" / "data" / "planner" / "rows.csv"
 CAUSES = ROWS.with_name("causes.csv")
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "bench" / "planner"))
+with modules_of("bench/planner"):
     import answers
     import predict
     import rows

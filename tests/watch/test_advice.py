@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outside import modules_of
 from page_tables import check_part
 from shardway.hardware.probe import find_other_cudnn
 from shardway.rundir.directory import RunDir
@@ -22,8 +22,8 @@ from shardway.watch.advice.evidence import gather
 from shardway.watch.advice.findings import Advice, describe_coverage
 from shardway.watch.advice.rules import ADVICE_RULES
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))
-import scenarios
+with modules_of("bench/watch"):
+    import scenarios
 
 
 def _job(seed: int = 1, kind: str = "NVIDIA H100 80GB HBM3", *, foreign: bool = False) -> scenarios.Job:

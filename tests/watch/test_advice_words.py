@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from outside import modules_of
 from shardway import watch
 from shardway.cli.main import VERBS, app
 from shardway.runfile.schema import RunFile
 from shardway.watch.advice.advise import ADVICE_RULES
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))
-import scenarios
+with modules_of("bench/watch"):
+    import scenarios
 
 FOLDER = Path(watch.__file__).parent
 MODULES = [*sorted(FOLDER.glob("advice/*.py")), FOLDER / "trace/rules.py"]

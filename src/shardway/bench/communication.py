@@ -94,7 +94,7 @@ def find_places(ranks: Ranks, host: str) -> RankPlaces:
 _PAIRS_SHARE, _ROUND_S = 0.2, 0.5
 """What is kept for pairs: a part of the whole time, and no more than so many seconds for a round of them."""
 
-_TURNS = 3
+_TURNS = 12
 _LEAST_CALLS, _MOST_CALLS, _TRIALS = 3, 400, 2
 """Calls of one size in one turn."""
 
