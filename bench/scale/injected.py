@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shares", default="0.1,0.2,0.3,0.4,0.5")
     parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="of a run, 8 or more")
     parser.add_argument("--seconds", type=float, default=0.4)
     args = parser.parse_args()
     most = args.ranks.rpartition(",")[2]

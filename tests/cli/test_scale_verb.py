@@ -120,6 +120,7 @@ def test_wrong_options(shardway: Shardway, golden: Golden, strong: list[str]) ->
     refused(shardway, golden, "runs-and-sizes", "--runs", "runs/r1", "runs/r2", "--ranks", "1,2", "--weak")
     refused(shardway, golden, "own-key", "--ranks", "1,2", "--strong", "train.steps=7")
     refused(shardway, golden, "few-steps", "--runs", *strong, "--strong", "--warmup", "25")
+    refused(shardway, golden, "few-steps-asked", "--ranks", "1,2", "--strong", "--steps", "12", "--warmup", "5")
     refused(shardway, golden, "no-program", "--ranks", "1,2", "--strong", "--", "./a.out")
     refused(shardway, golden, "batch-does-not-grow", "--ranks", "2,3", "--weak", "train.global_batch=15")
     refused(shardway, golden, "ramp", "--ranks", "1,2", "--weak", "train.global_batch=[[0, 8], [64, 16]]")

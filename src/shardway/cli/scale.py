@@ -78,6 +78,7 @@ def scale(
         kinds=(strong, weak),
         sheets=sheets,
         existing=runs,
+        counted=(STEPS if steps is None else steps, warmup or 0),
         given={"--on": on, "--steps": steps, "--dir": directory, "-- COMMAND": command},
     )
     if runs:
@@ -120,9 +121,12 @@ def _check_options(
     kinds: tuple[bool, bool],
     sheets: Sequence[Path],
     existing: bool,
+    counted: tuple[int, int],
     given: dict[str, Any],
 ) -> None:
-    """All that is wrong with the options at once."""
+    """All that is wrong with the options at once. `counted`: the steps of a run, and how many of them are left out."""
+    from shardway.watch.scaling.runs import FEWEST_STEPS
+
     problems: list[Problem] = []
 
     def add(where: str, what: str, remedy: str, allowed: str = "") -> None:
@@ -147,6 +151,11 @@ def _check_options(
             "both are given" if all(kinds) else "neither is given",
             "choose: --strong keeps the global batch, --weak the work of a rank",
         )
+    taken, left_out = counted
+    if not existing and taken - left_out < FEWEST_STEPS:
+        what = f"{taken}, of which --warmup leaves out {left_out}" if left_out else f"{taken} in a run"
+        allowed = f"{FEWEST_STEPS + left_out} or more"
+        add("--steps", what, f"take more: a step's time is found from {FEWEST_STEPS}", allowed)
     for path in sheets:
         if path.suffix not in (".html", ".csv"):
             add("--sheet", f"{path} is no sheet that can be written", "choose an ending", ".html, .csv")
