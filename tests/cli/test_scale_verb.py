@@ -213,7 +213,7 @@ def test_no_message_is_left_over() -> None:
         f"{name}.txt"
         for name in (
             *("strong-called-weak", "neither", "no-sizes", "many-mistakes", "runs-and-sizes", "own-key", "few-steps"),
-            *("no-program", "batch-does-not-grow", "ramp", "other-settings"),
+            *("few-steps-asked", "no-program", "batch-does-not-grow", "ramp", "other-settings"),
         )
     }
 
