@@ -21,6 +21,9 @@ from shardway.batch_ramp import BatchRamp
 SpanUnit = Literal["steps", "samples", "tokens", "epochs"]
 SPAN_UNITS: tuple[SpanUnit, ...] = ("steps", "samples", "tokens", "epochs")
 
+UNKNOWN = "n/a"
+"""Stands where a number is not known."""
+
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _SECONDS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
@@ -98,6 +101,11 @@ def render_clock(seconds: float) -> str:
     hours, rest = divmod(max(0, round(seconds)), 3600)
     minutes, secs = divmod(rest, 60)
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def render_plural(count: int | None, noun: str, form: str = "") -> str:
+    """ "1 rank", "2 ranks", "n/a ranks"; "1,024 ranks" in the form ","."""
+    return f"{UNKNOWN if count is None else format(count, form)} {noun if count == 1 else noun + 's'}"
 
 
 def render_count(count: float) -> str:

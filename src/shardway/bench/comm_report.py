@@ -29,8 +29,8 @@ from shardway.bench.bandwidth import (
 from shardway.errors import list_some
 from shardway.hardware.catalogue import find_accelerator, load_links
 from shardway.sites.schema import SiteProfile
-from shardway.units import render_bytes
-from shardway.watch.words import align_cells, render_plural
+from shardway.units import render_bytes, render_plural
+from shardway.watch.words import align_cells
 
 # --- what was measured
 

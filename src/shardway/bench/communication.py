@@ -27,8 +27,7 @@ from shardway.hardware.limits import read_memory_left
 from shardway.hardware.probe import list_ports
 from shardway.parallel.mesh import split_ranks
 from shardway.ranks.start import Ranks
-from shardway.units import render_bytes
-from shardway.watch.words import render_plural
+from shardway.units import render_bytes, render_plural
 
 # --- where the ranks are
 

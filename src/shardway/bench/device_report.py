@@ -16,8 +16,8 @@ from shardway.bench.bandwidth import format_rate
 from shardway.bench.disk import DiskTimes
 from shardway.hardware.catalogue import Accelerator, Dtype, find_accelerator
 from shardway.hardware.mounts import IN_MEMORY
-from shardway.units import render_bytes
-from shardway.watch.words import align_cells, render_plural
+from shardway.units import render_bytes, render_plural
+from shardway.watch.words import align_cells
 
 if TYPE_CHECKING:  # they are built where torch is
     from shardway.bench.kernels import (

@@ -29,8 +29,9 @@ from shardway.drawing import (
     render_tiles,
     text,
 )
+from shardway.units import render_plural
 from shardway.watch.trace.groups import Group
-from shardway.watch.words import align_cells, fold_line, pack_parts, render_plural
+from shardway.watch.words import align_cells, fold_line, pack_parts
 
 WIDTH = 80
 

@@ -21,7 +21,7 @@ from shardway.plan.case import ceilings_of, generation_of, load_ceilings, machin
 from shardway.plan.time import FLASH_BACKWARD_FLOPS, clock_share, product_ramp, span_ramp
 from shardway.runfile.load import render_value
 from shardway.sites.schema import FORMAT, SiteProfile
-from shardway.watch.words import render_plural
+from shardway.units import render_plural
 
 # --- links
 

@@ -26,6 +26,7 @@ from shardway.resolve.planned import case_of, precision_of, shape_of_run
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import RunFile
 from shardway.sites.load import load_site
+from shardway.units import render_plural
 from shardway.watch.trace.analysis import TraceAnalysis, analyse_ranks
 from shardway.watch.trace.groups import CallWork, GroupTime, measure_groups
 from shardway.watch.trace.reader import read_trace
@@ -73,7 +74,7 @@ def measure_ceilings(formats: Sequence[Dtype], device: str, threads: int | None,
     finally:
         torch.set_num_threads(before)
     rates = {str(name): each.flops_per_s for name, each in found.products.items()}
-    where = f"{threads} thread{'s' * (threads != 1)}" if device == "cpu" and threads is not None else "this device"
+    where = render_plural(threads, "thread") if device == "cpu" and threads is not None else "this device"
     return RoofCeilings(rates, found.copy.bytes_per_s, f"measured on {where} in {time.monotonic() - began:.1f} s")
 
 

@@ -37,7 +37,7 @@ from shardway.drawing import (
     render_tiles,
     text,
 )
-from shardway.watch.words import UNKNOWN, render_plural
+from shardway.units import UNKNOWN, render_plural
 
 _WIDTH, _RADIUS, _TOP = 560.0, 190.0, 225.0
 _BOX, _PLACE_BOX = (62.0, 26.0), (98.0, 26.0)

@@ -40,7 +40,7 @@ from shardway.bench.topology import (
 from shardway.errors import list_some
 from shardway.hardware.catalogue import Accelerator, Link, find_accelerator, load_accelerators, load_links
 from shardway.sites.schema import CPU, SiteProfile
-from shardway.watch.words import render_plural
+from shardway.units import render_plural
 
 Pair = tuple[int, int]
 Level = Literal["wrong", "uneven", "note"]

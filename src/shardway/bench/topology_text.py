@@ -26,7 +26,8 @@ from shardway.bench.topology_report import (
 )
 from shardway.errors import list_some
 from shardway.hardware.catalogue import find_accelerator
-from shardway.watch.words import UNKNOWN, align_cells, fold_line, render_plural
+from shardway.units import UNKNOWN, render_plural
+from shardway.watch.words import align_cells, fold_line
 
 WIDTH = 80
 MEANINGS = {

@@ -126,7 +126,7 @@ class InferOutputs:
             return
         from shardway.bench.inference.page import render_page
         from shardway.bench.inference.readers import recognise_row
-        from shardway.watch.words import render_plural
+        from shardway.units import render_plural
 
         facts, alone = {"format": 1, "results": [dict(row) for row in rows]}, self.json == "-"
         if alone:

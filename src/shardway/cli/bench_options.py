@@ -85,8 +85,7 @@ def parse_sizes(text: str, least: int = 1) -> tuple[int, ...]:
     """Bytes from "1KiB:16MiB", "1KiB:1GiB:2" (each twice the one before; else 4 times) or "4KiB,1MiB". Raises
     ValueError with a sentence, and what is allowed, also for a size below `least`."""
     from shardway.bench.bandwidth import list_sizes
-    from shardway.units import parse_bytes, render_bytes
-    from shardway.watch.words import render_plural
+    from shardway.units import parse_bytes, render_bytes, render_plural
 
     first, *more = text.split(":")
     if not more:

@@ -82,7 +82,8 @@ def inspect(
 def _render_contents(
     head: CheckpointHead, entries: Sequence[TensorEntry], totals: dict[str, dict[str, int]]
 ) -> Iterator[str]:
-    from shardway.watch.words import render_plural, render_size
+    from shardway.units import render_plural
+    from shardway.watch.words import render_size
 
     manifest = head.manifest
     numbers = ", ".join(f"{name} {value}" for name, value in manifest.numbers.items() if name != "step")
@@ -124,7 +125,8 @@ def diff(
     from shardway.checkpoint.catalog import find_checkpoint, verify_found
     from shardway.checkpoint.reader import TensorReader, find_differences, find_other_files
     from shardway.rundir.file_io import render_json
-    from shardway.watch.words import render_plural, render_size
+    from shardway.units import render_plural
+    from shardway.watch.words import render_size
 
     found = find_checkpoint(find_place(run), step), find_checkpoint(find_place(other), other_step)
     manifests = [verify_found(each) for each in found]
@@ -216,7 +218,7 @@ def import_(
 
 
 def _render_imported(imported: Imported) -> Iterator[str]:
-    from shardway.watch.words import render_plural
+    from shardway.units import render_plural
 
     what = "everything" if imported.full else f"{render_plural(imported.tensors, 'tensor')} of the model"
     yield f"{what} ({imported.parameters} parameters) from {imported.source}, {imported.kind}"
@@ -243,8 +245,9 @@ def verify(run: CheckpointArgument, as_json: JsonOption = False) -> int:
     """
     from shardway.checkpoint.catalog import find_checkpoints, verify_all
     from shardway.rundir.directory import RunDir
+    from shardway.units import render_plural
     from shardway.watch.progress import find_best_checkpoint
-    from shardway.watch.words import render_monitored, render_plural, render_size
+    from shardway.watch.words import render_monitored, render_size
 
     found, best = [], None
     with contextlib.suppress(JobError):  # unreadable events do not make a checkpoint damaged

@@ -47,7 +47,8 @@ KindOption = Annotated[
 @app.command("info")
 def info(path: PathArgument, kind: KindOption = "", as_json: JsonOption = False) -> None:
     """Say which format it is, and how many samples, files and bytes it has; nothing of it is read but its index."""
-    from shardway.watch.words import render_plural, render_size
+    from shardway.units import render_plural
+    from shardway.watch.words import render_size
 
     facts = _describe(_open(path, kind))
     if as_json:
@@ -112,7 +113,7 @@ _SHOWN = 120
 
 def _in_words(shown: Any) -> str:
     """What `_show` gives as one line for a person."""
-    from shardway.watch.words import render_plural
+    from shardway.units import render_plural
 
     if isinstance(shown, dict) and shown.keys() >= {"bytes", "begins"}:
         return f"{render_plural(shown['bytes'], 'byte')}, " + (
@@ -194,7 +195,7 @@ def index(
 ) -> None:
     """Make the index of a format that has none, so that the first run need not; with --checksum, checksums too."""
     from shardway.data.verification import make_checksums
-    from shardway.watch.words import render_plural
+    from shardway.units import render_plural
 
     records = _open(path, kind)
     kept = make_checksums(records) if checksum else None
@@ -212,7 +213,7 @@ def verify(path: PathArgument, kind: KindOption = "", as_json: JsonOption = Fals
     """
     from shardway.data.detect import place_of
     from shardway.data.verification import verify_data
-    from shardway.watch.words import render_plural
+    from shardway.units import render_plural
 
     began = time.monotonic()
     damage: list[str] = []
@@ -327,8 +328,8 @@ def prepare(
     from shardway.data.prepare import run_prepare
     from shardway.data.prepare_plan import PrepareOptions, plan_prepare
     from shardway.data.remote import fetched
-    from shardway.units import parse_bytes
-    from shardway.watch.words import render_plural, render_size
+    from shardway.units import parse_bytes, render_plural
+    from shardway.watch.words import render_size
 
     try:
         size = parse_bytes(shard_size)
@@ -399,7 +400,8 @@ def convert(
 ) -> None:
     """Write data in another format: every sample with its fields, in the same order."""
     from shardway.data.convert import convert_records, pack_squashfs
-    from shardway.watch.words import render_plural, render_size
+    from shardway.units import render_plural
+    from shardway.watch.words import render_size
 
     _check_apart(source, out)
     with _progress("converting") as advance:
@@ -491,7 +493,7 @@ def at(
     as_json: JsonOption = False,
 ) -> None:
     """Say which samples a step of a run had, or will have, and where each of them lies."""
-    from shardway.watch.words import render_plural
+    from shardway.units import render_plural
 
     entry = _find_ledger(run).at(step)
     if as_json:

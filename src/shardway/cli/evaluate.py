@@ -347,10 +347,11 @@ def _keep(opened: OpenedModel, facts: Mapping[str, Any]) -> Path:
 
 def _describe_size(facts: Mapping[str, Any]) -> str:
     """Of what the numbers are, and how long they took."""
-    from shardway.watch.words import render_plural, render_time
+    from shardway.units import render_plural
+    from shardway.watch.words import render_time
 
     parts = [
-        (f"{facts['tokens']:,} token" + "s" * (facts["tokens"] != 1)) if "tokens" in facts else "",
+        render_plural(facts["tokens"], "token", ",") if "tokens" in facts else "",
         f"{render_plural(facts['samples'], 'sample')} of {facts['seq_len']} tokens" if "samples" in facts else "",
         render_plural(facts["questions"], "question") if "questions" in facts else "",
         f"{facts['batch']} in a pass" if "batch" in facts else "",

@@ -414,7 +414,7 @@ def print_piece(piece: str) -> None:
 
 def render_end(made: Generated, max_tokens: int) -> str:
     """How many tokens of `max_tokens` came, how fast, and why no more."""
-    from shardway.watch.words import render_plural
+    from shardway.units import render_plural
 
     why = {"end": "the model ended it", "stop": "a stop text came", "length": "no more were allowed"}
     if len(made.tokens) < max_tokens:

@@ -282,7 +282,7 @@ _FOLDERS = 8
 def _report_room(planned: Sequence[_Planned], room: Room, cache: HubCache, *, dry_run: bool, quiet: bool) -> None:
     """Print what would come where nothing is to be fetched. Raises UserError where it does not fit."""
     from shardway.prefetch.space import FILES_OF_A_FILE, render_amount
-    from shardway.watch.words import render_plural
+    from shardway.units import render_plural
 
     coming = [each for each in planned if each.absent]
     size = sum(sum(each.absent.values()) for each in coming)
@@ -316,7 +316,7 @@ def _fetch(planned: _Planned, client: HubClient | None, cache: HubCache, state: 
     from shardway.prefetch.check import check_cached
     from shardway.prefetch.hub import Fetcher
     from shardway.prefetch.space import render_amount
-    from shardway.watch.words import render_plural
+    from shardway.units import render_plural
 
     wanted, remote = planned.wanted, planned.remote
     if remote is None or client is None:
@@ -384,7 +384,7 @@ def _describe(planned: _Planned, state: FetchState, folder: Path | None, cache: 
 
 def _print_item(planned: _Planned, state: FetchState, folder: Path) -> None:
     from shardway.prefetch.space import render_amount
-    from shardway.watch.words import render_plural
+    from shardway.units import render_plural
 
     wanted, remote = planned.wanted, planned.remote
     came = (

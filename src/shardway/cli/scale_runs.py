@@ -29,8 +29,8 @@ from shardway.errors import JobError, Problem, UserError, check_no_problems
 from shardway.resolve.request import KEYS_VARIABLE, ResolveRequest, resolve_request
 from shardway.rundir.directory import RunDir
 from shardway.runfile.capture import WITHOUT_EXTRAS
+from shardway.units import render_plural
 from shardway.watch.scaling.runs import StepWork, check_kind, work_of_keys
-from shardway.watch.words import render_plural
 
 if TYPE_CHECKING:
     from shardway.launch.hosts.base import Host

@@ -19,7 +19,8 @@ from shardway.data.content import DataPath, fingerprint
 from shardway.data.formats.base import expand_braces, need_library
 from shardway.errors import JobError, UserError, list_some
 from shardway.refusals import FULL, find_remedy
-from shardway.watch.words import render_plural, render_size
+from shardway.units import render_plural
+from shardway.watch.words import render_size
 
 PIECE_BYTES = 2**23
 

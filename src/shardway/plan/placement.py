@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardway.layout import AXES, SHARD, Layout
+from shardway.units import render_plural
 
 TRAVELS: Mapping[str, str] = {
     "tp": "activations, several times in every layer",
@@ -89,14 +90,16 @@ def render_placement(placement: MeshPlacement) -> str:
     degrees = " x ".join(f"{axis} {layout.degree(axis)}" for axis in axes) or "nothing is split"
     experts = f", ep {layout.ep} over dp_shard x cp" if layout.ep > 1 else ""
     shape = f" of {placement.ranks_per_node}" if nodes > 1 else ""
-    parts = [f"{_count(layout.world, 'rank')} on {_count(nodes, 'node')}{shape}: {degrees}{experts}"]
+    parts = [
+        f"{render_plural(layout.world, 'rank', ',')} on {render_plural(nodes, 'node', ',')}{shape}: {degrees}{experts}"
+    ]
     # A line for each node that is shown: its ranks, tp groups in brackets, and their coordinates
     last, numbers, lines = nodes - 1, len(str(layout.world - 1)), []
     shown = [node for node in range(nodes) if node < SHOWN_NODES or node == last]
     width = max(len(_render_ranks_of(placement, node, numbers)) for node in shown)
     for node in shown:
         if node == last and last > SHOWN_NODES:
-            lines.append(f"  ... {_count(last - SHOWN_NODES, 'node')} more, in the same order")
+            lines.append(f"  ... {render_plural(last - SHOWN_NODES, 'node', ',')} more, in the same order")
         named = [(axis, sorted({layout.coordinate(rank, axis) for rank in placement.ranks_of(node)})) for axis in axes]
         places = ", ".join(f"{axis} {_render_span(each)}" for axis, each in named)
         ranks = _render_ranks_of(placement, node, numbers)
@@ -155,8 +158,8 @@ def _crossing_lines(placement: MeshPlacement) -> Iterator[str]:
             best = max(degree for degree in range(1, each.degree) if placement.ranks_per_node % degree == 0)
             yield (
                 f"\nwarning: a tp group is on {each.nodes} nodes, and its ranks exchange {TRAVELS['tp']}.\n"
-                f"  To do: choose a parallel.tp that divides the {_count(placement.ranks_per_node, 'rank')} of a node, "
-                f"such as {best}."
+                f"  To do: choose a parallel.tp that divides the {render_plural(placement.ranks_per_node, 'rank')} of a "
+                f"node, such as {best}."
             )
 
 
@@ -166,7 +169,3 @@ def dim_name(layout: Layout, dim: str) -> str:
         return dim
     axes = [axis for axis in ("dp_shard", "cp") if layout.degree(axis) > 1]
     return "states over cp" if axes == ["cp"] else " x ".join(axes)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

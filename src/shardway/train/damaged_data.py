@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from shardway.data.damage import DamageFound, LeftOut
 from shardway.errors import UserError, list_some
 from shardway.train.session import Session
+from shardway.units import render_plural
 
 SHOWN = 5
 """How many places a message lists."""
@@ -64,17 +65,13 @@ def report_all_damage(session: Session) -> None:
 
 
 def _count(found: DamageFound) -> str:
-    return f"{_plural(found.samples, 'sample')} at {_plural(len(found.by_place), 'damaged place')}"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
+    return f"{render_plural(found.samples, 'sample')} at {render_plural(len(found.by_place), 'damaged place')}"
 
 
 def _refuse_more(session: Session, found: DamageFound, most: int) -> UserError:
     values, origin = session.resolved.values, session.resolved.origins["guard.max_damaged"]
     path = shlex.quote(values.data.path) if values.data.path and not values.data.blend else "PATH"
-    places = [f"  {place} ({_plural(len(samples), 'sample')})" for place, samples in found.by_place.items()]
+    places = [f"  {place} ({render_plural(len(samples), 'sample')})" for place, samples in found.by_place.items()]
     more = [f"  and {len(places) - SHOWN} other places"] if len(places) > SHOWN else []
     return UserError(
         f"rank {session.ranks.rank} has met {found.samples} damaged samples, and leaves out at most "

@@ -44,7 +44,7 @@ from shardway.train.held import Holdings
 from shardway.train.loss import LossScale
 from shardway.train.session import Session
 from shardway.train.validate import Validation
-from shardway.units import Results, Span
+from shardway.units import Results, Span, render_plural
 
 # --- counters
 
@@ -340,7 +340,7 @@ class Monitoring:
             return ""
         best = monitor.find_best(results)
         of_best = f"{best.metrics[monitor.metric]:.4g} at step {best.step} is the best" if best else "none was a number"
-        return f"no better {monitor.metric} for {count} validation{'s' * (count != 1)}: {of_best}"
+        return f"no better {monitor.metric} for {render_plural(count, 'validation')}: {of_best}"
 
     def _find_unknown(self) -> str:
         metric, results = self._plan.monitor.metric, self._results

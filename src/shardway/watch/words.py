@@ -22,7 +22,7 @@ from typing import Any
 
 from shardway.rundir.events import Event
 from shardway.rundir.names import LOCAL, SkippedRange
-from shardway.units import render_clock, render_count
+from shardway.units import UNKNOWN, render_clock, render_count, render_plural
 from shardway.watch.facts import (
     EndedEvent,
     Evaluation,
@@ -41,8 +41,6 @@ from shardway.watch.facts import (
     whole,
 )
 from shardway.watch.progress import RunProgress, TimeAccount
-
-UNKNOWN = "n/a"
 
 ACCOUNT_WORDS = {
     "productive_s": "steps that hold",
@@ -155,11 +153,6 @@ def render_rate(progress: RunProgress) -> str:
     """Typical speed of the last steps: "51.2k tokens/s"."""
     unit = render_unit(progress.start)
     return f"{render_total(progress.typical(unit.replace('/', '_per_')))} {unit}"
-
-
-def render_plural(count: int | None, noun: str) -> str:
-    """ "1 rank", "2 ranks", "n/a ranks"."""
-    return f"{UNKNOWN if count is None else count} {noun if count == 1 else noun + 's'}"
 
 
 def render_machine(start: Start) -> str:

@@ -38,7 +38,7 @@ from shardway.errors import JobError, ShardwayError, UserError
 from shardway.hfconfig import CONFIG, import_extra, locate_model, read_config
 from shardway.plan.huggingface import shape_of_config
 from shardway.plan.shapes import Architecture
-from shardway.watch.words import render_plural
+from shardway.units import render_plural
 
 # --- what they share
 

@@ -30,7 +30,7 @@ from shardway.drawing import (
     render_tiles,
     text,
 )
-from shardway.watch.words import render_plural
+from shardway.units import render_plural
 
 _SIZE = (640.0, 300.0)
 _PLOT = Frame(70, 16, 550, 230)

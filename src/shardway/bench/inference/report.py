@@ -12,7 +12,8 @@ from typing import Any
 from shardway.bench.inference.readers import ComparedResult
 from shardway.bench.inference.results import LATENCIES, ONE_BATCH, SERVE, THROUGHPUT, Row
 from shardway.bench.roofline import render_si
-from shardway.watch.words import UNKNOWN, align_cells, fold_line, render_size
+from shardway.units import UNKNOWN
+from shardway.watch.words import align_cells, fold_line, render_size
 
 WIDTH = 100
 

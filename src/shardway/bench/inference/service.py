@@ -36,7 +36,7 @@ from shardway.bench.inference.results import (
     measure_requests,
 )
 from shardway.errors import UserError, list_some
-from shardway.watch.words import render_plural
+from shardway.units import render_plural
 
 # --- limits
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from shardway.data.content import DataPath
 from shardway.data.formats.base import DataFile, list_files
 from shardway.errors import list_some
+from shardway.units import render_plural
 
 _SHARD = re.compile(r"(.*?)-(\d{5,})-of-(\d{5,})\b")
 _SPLITS = {
@@ -96,4 +97,4 @@ def _suggest(place: DataPath, name: str) -> str:
 
 
 def _count(files: Sequence[str]) -> str:
-    return f"{len(files)} file{'s' * (len(files) != 1)}"
+    return render_plural(len(files), "file")

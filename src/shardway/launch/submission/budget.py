@@ -18,7 +18,7 @@ from typing import Any
 from shardway.errors import UserError, list_some
 from shardway.launch.runs.job_status import Ledger
 from shardway.launch.submission.prepare import Prepared
-from shardway.units import render_seconds
+from shardway.units import render_plural, render_seconds
 
 GPU_HOURS, CORE_HOURS = "GPU-hours", "core-hours"
 
@@ -61,9 +61,13 @@ class RunCost:
     def describe(self) -> str:
         """The product, in a line: "4 nodes x 4 GPUs x 1h x 3 attempts = 48 GPU-hours"."""
         noun = {GPU_HOURS: "GPU", CORE_HOURS: "core"}[self.unit]
-        factors = [_count(self.nodes, "node"), _count(self.per_node, noun), render_seconds(self.walltime_s)]
-        factors += [f"up to {_count(self.attempts, 'attempt')}"] if self.attempts > 1 else []
-        factors += [_count(self.runs, "run")] if self.runs > 1 else []
+        factors = [
+            render_plural(self.nodes, "node"),
+            render_plural(self.per_node, noun),
+            render_seconds(self.walltime_s),
+        ]
+        factors += [f"up to {render_plural(self.attempts, 'attempt')}"] if self.attempts > 1 else []
+        factors += [render_plural(self.runs, "run")] if self.runs > 1 else []
         line = f"{' x '.join(factors)} = {render_hours(self.most)} {self.unit}"
         if self.expected is not None and self.expected < self.attempts:
             line += f"; about {render_hours(self.expectation or 0.0)} are to be expected ({self.expected} more)"
@@ -178,10 +182,6 @@ def _expect(ledger: Ledger, used_s: float, walltime_s: float) -> int | None:
     if not isinstance(step, int) or not isinstance(total, int) or step <= 0 or not used_s or not walltime_s:
         return None
     return max(1, math.ceil((total - step) * used_s / step / walltime_s))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def render_hours(hours: float) -> str:

@@ -30,7 +30,7 @@ from shardway.errors import SiteError, list_some
 from shardway.ranks.doctor.checks import VERSIONS
 from shardway.ranks.doctor.surroundings import CheckResult, MachineView, Report, bad, good, poor, unknown
 from shardway.ranks.launcher import FIRST_PORT, PORTS, Placement, list_ports
-from shardway.units import render_seconds
+from shardway.units import render_plural, render_seconds
 
 # --- JSON messages over TCP, one object a line
 
@@ -294,7 +294,7 @@ def judge_meeting(
     """Rank 0's view: which ranks reported in time, and which nodes no rank reported from."""
     if not missing:
         hosts = len({report.host for report in reports})
-        return good(f"all {around.world} ranks on {hosts} node{'s' * (hosts != 1)} met at {point}")
+        return good(f"all {around.world} ranks on {render_plural(hosts, 'node')} met at {point}")
     came = list_some([f"{report.rank} ({report.host})" for report in reports], _SHOWN)
     absent = list_absent_hosts(around, reports)
     from_where = f"; no rank came from {list_some(absent, _SHOWN)}" if absent else ""
@@ -431,7 +431,7 @@ def judge_visible(folder: str, seen: Mapping[str, float | None], limit_s: float)
         said = f"a file that the first node wrote in {folder} is not there within {limit_s:g} s on"
         return bad(f"{said} {list_some(blind, _SHOWN)}", remedy)
     slowest = max(after for after in seen.values() if after is not None)
-    return good(f"{folder}: {len(seen)} other node{'s' * (len(seen) > 1)} saw a new file after {slowest:.2f} s at most")
+    return good(f"{folder}: {render_plural(len(seen), 'other node')} saw a new file after {slowest:.2f} s at most")
 
 
 # --- verdicts: torch probes

@@ -17,13 +17,14 @@ from typing import Any
 
 from shardway.drawing import render_document, render_section, render_table, render_text
 from shardway.plain_arrays import find_arrays
+from shardway.units import UNKNOWN
 from shardway.watch.report.axis import TimeAxis
 from shardway.watch.report.content import ReportContent
 from shardway.watch.report.curves import Curve, CurvePoint, Figure, thin
 from shardway.watch.report.event_log import EventLog
 from shardway.watch.report.lanes import render_curves, script_data
 from shardway.watch.report.page import render_report_style, render_script, render_setting
-from shardway.watch.words import UNKNOWN, align_cells, render_loss, render_time, render_total
+from shardway.watch.words import align_cells, render_loss, render_time, render_total
 
 WARM_UP = 10  # first steps of an attempt that are left out, or a fifth of few
 DRAWS = 1000

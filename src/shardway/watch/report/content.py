@@ -23,6 +23,7 @@ from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import HostTelemetry, read_telemetry
+from shardway.units import render_plural
 from shardway.watch.advice.advise import advise, judge_gpus
 from shardway.watch.advice.events import FoldedEvents
 from shardway.watch.advice.findings import Advice
@@ -49,7 +50,6 @@ from shardway.watch.words import (
     one_line,
     render_account,
     render_events_end,
-    render_plural,
     render_set_back,
     render_share,
     render_time,

@@ -20,7 +20,7 @@ from typing import Any
 from shardway.drawing import colour_of, read_beside, render_document, render_table, render_tiles
 from shardway.plain_arrays import find_arrays
 from shardway.rundir.directory import RunDir
-from shardway.units import render_clock
+from shardway.units import UNKNOWN, render_clock, render_plural
 from shardway.watch.facts import number
 from shardway.watch.progress import RunSummary, TimeAccount
 from shardway.watch.report.content import ReportContent, describe, gather
@@ -32,11 +32,9 @@ from shardway.watch.report.results import render_evaluations, render_samples
 from shardway.watch.words import (
     ACCOUNT_WORDS,
     REMEDIES,
-    UNKNOWN,
     one_line,
     render_loss,
     render_monitored,
-    render_plural,
     render_share,
     render_size,
     render_time,

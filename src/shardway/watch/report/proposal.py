@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shardway.units import UNKNOWN
 from shardway.watch.report.content import ReportContent
 from shardway.watch.report.hardware import GpuTotals
-from shardway.watch.words import UNKNOWN, align_cells, render_time
+from shardway.watch.words import align_cells, render_time
 
 COLUMNS = (
     "node",

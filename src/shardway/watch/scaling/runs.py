@@ -16,10 +16,11 @@ from typing import Any
 
 from shardway.errors import ShardwayError, UserError
 from shardway.rundir.directory import RunDir
+from shardway.units import UNKNOWN, render_plural
 from shardway.watch.report.content import ReportContent, gather
 from shardway.watch.report.event_log import EventLog
 from shardway.watch.scaling.fits import find_warm_up
-from shardway.watch.words import UNKNOWN, render_plural, render_total
+from shardway.watch.words import render_total
 
 FEWEST_STEPS = 8
 """Steps after the warm-up that a run needs."""

@@ -26,6 +26,7 @@ from shardway.drawing import (
     render_tiles,
     text,
 )
+from shardway.units import UNKNOWN, render_plural
 from shardway.watch.scaling.fits import ScaleEstimate
 from shardway.watch.scaling.study import (
     COST_COLUMNS,
@@ -36,7 +37,6 @@ from shardway.watch.scaling.study import (
     list_rows,
     list_verdict,
 )
-from shardway.watch.words import UNKNOWN, render_plural
 
 _SIZE = (540.0, 330.0)
 _FRAME = Frame(64, 30, 456, 240)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardway.units import UNKNOWN, render_plural
 from shardway.version import __version__
 from shardway.watch.scaling.fits import (
     AmdahlFit,
@@ -29,7 +30,7 @@ from shardway.watch.scaling.fits import (
     measure_points,
 )
 from shardway.watch.scaling.runs import ScaleRun, check_kind, describe_work, render_day
-from shardway.watch.words import UNKNOWN, align_cells, render_plural, render_total
+from shardway.watch.words import align_cells, render_total
 
 MUCH_MISFIT = 0.05
 """Root mean square of relative residuals from which a fit is called rough."""

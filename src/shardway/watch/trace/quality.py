@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardway.hardware.catalogue import Accelerator
+from shardway.units import render_plural
 from shardway.watch.trace import intervals
 from shardway.watch.trace.columns import ANNOTATION, KERNEL, OP, OTHER, OVERHEAD, PROFILER, PYTHON, RUNTIME
 from shardway.watch.trace.timeline import Timeline
@@ -314,7 +315,7 @@ def _judge_steps(timeline: Timeline) -> Iterator[CaptureFault]:
     elif len(timeline.trace.start) and len(timeline.steps) < 3:
         yield CaptureFault(
             "few-steps",
-            f"{len(timeline.steps)} step{'s' * (len(timeline.steps) != 1)}: none at the edge could be left out",
+            f"{render_plural(len(timeline.steps), 'step')}: none at the edge could be left out",
             "capture five steps or more",
             "note",
         )

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from shardway.units import render_plural
 from shardway.watch.trace.analysis import TraceAnalysis, merge_ranks
 
 _PARTS = {
@@ -50,7 +51,7 @@ def _render_head(facts: dict[str, Any], ranks: Sequence[TraceAnalysis]) -> list[
     title = facts["file"] if len(ranks) == 1 else f"{len(ranks)} traces, the slowest {facts['file']}"
     part = f" ({facts['accelerator']})" if facts["accelerator"] else ""
     dropped = facts["steps_seen"] - facts["steps"]
-    steps = f"{facts['steps']} step{'s' * (facts['steps'] != 1)}" if facts["step_marks"] else "the capture as one step"
+    steps = render_plural(facts["steps"], "step") if facts["step_marks"] else "the capture as one step"
     left = f", {dropped} at the edges left out" if dropped else ""
     return [
         title,
