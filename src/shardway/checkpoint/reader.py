@@ -166,6 +166,7 @@ def _read_chunk(
         at = chunk.at + first * math.prod(chunk.sizes[1:]) * dtype.itemsize
         item, target = wanted[0]
         is_plain = len(wanted) == 1 and type(target) is torch.Tensor and target.is_cpu and target.is_contiguous()
+        is_plain = is_plain and not target.is_conj() and not target.is_neg()
         if is_plain and target.dtype == dtype and tuple(item.lengths[1:]) == chunk.sizes[1:]:
             blocks.read(chunk.file, at, memory_of(target))  # it lies in memory as it does in the file
             return

@@ -70,7 +70,8 @@ def find_dtype(name: str) -> torch.dtype:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous plain tensor on the host. One of a single element may have any stride."""
+    """The bytes of a contiguous plain tensor on the host, as they lie there: of one that is marked as conjugate or
+    negative (`is_conj`, `is_neg`) not its values. One of a single element may have any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -182,8 +183,12 @@ def read_inline(encoded: Any) -> Any:
 def _encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], list[Any]]) -> Any:
     if isinstance(value, torch.Tensor):
         return keep(path, value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize > 8:
+        raise Unstorable(path, f"number of {8 * value.dtype.itemsize} bits ({value.dtype})")
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return ["array", keep(path, torch.from_numpy(np.ascontiguousarray(value)))]
+        native = np.asarray(value, value.dtype.newbyteorder("="), order="C")
+        order = [] if value.dtype.isnative else [value.dtype.str]
+        return ["array", keep(path, torch.from_numpy(native)), *order]
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return ["scalar", value.dtype.str, _number(value.item())]
     kind = type(value)
@@ -204,7 +209,8 @@ def _encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], list[Any]
         return [_MAPPINGS[kind], [[_encode(k, at, _refuse_key), _encode(each, at, keep)] for k, each, at in places]]
     if kind in _SEQUENCES:
         ordered = sorted(value, key=repr) if kind in (set, frozenset) else value
-        return [_SEQUENCES[kind], [_encode(each, _join(path, at), keep) for at, each in enumerate(ordered)]]
+        most = [value.maxlen] if kind is deque and value.maxlen is not None else []
+        return [_SEQUENCES[kind], [_encode(each, _join(path, at), keep) for at, each in enumerate(ordered)], *most]
     raise Unstorable(path, kind.__name__)
 
 
@@ -230,7 +236,8 @@ def _decode(node: Any, find: Callable[[str, str], torch.Tensor]) -> Any:
         tensor = torch.tensor([_float(each) for each in numbers], dtype=find_dtype(dtype)).reshape(shape)
         return tensor if device == "cpu" or not torch.cuda.is_available() else tensor.to(device)
     if kind == "array":
-        return _decode(rest[0], find).cpu().numpy()
+        array = _decode(rest[0], find).cpu().numpy()
+        return array.astype(rest[1]) if len(rest) > 1 else array  # of another order of bytes
     if kind == "scalar":
         return np.dtype(rest[0]).type(_float(rest[1]))
     if kind in ("value", "float"):
@@ -246,7 +253,8 @@ def _decode(node: Any, find: Callable[[str, str], torch.Tensor]) -> Any:
     if kind in _MAPPINGS.values():
         items = [(_decode(key, find), _decode(each, find)) for key, each in rest[0]]
         return Counter(dict(items)) if kind == "counter" else OrderedDict(items) if kind == "ordered" else dict(items)
-    return _SEQUENCE_OF[kind]([_decode(each, find) for each in rest[0]])
+    values = [_decode(each, find) for each in rest[0]]
+    return deque(values, *rest[1:]) if kind == "deque" else _SEQUENCE_OF[kind](values)
 
 
 def _number(value: Any) -> Any:
@@ -484,7 +492,9 @@ def _other_kind(part: str, optimizer: torch.optim.Optimizer, saved: str) -> User
 def all_trainable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """In this context every parameter of the optimizer may have a state: one that is frozen now may have been
     trained."""
-    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    # One of integers (quantized weights) never has a state, and torch refuses that it asks for a gradient.
+    frozen = [p for p in every if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:

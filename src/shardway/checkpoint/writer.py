@@ -156,7 +156,8 @@ class _ShardWriter(StorageWriter):
                     at = written
                     special, plain = take_apart(cast(torch.Tensor, planner.resolve_data(item)).detach())
                     for part in plain:
-                        data = memory_of(part.cpu().contiguous())  # its own memory if it is on the host so
+                        values = part.cpu().contiguous().resolve_conj().resolve_neg()
+                        data = memory_of(values)  # its own memory if it is on the host so
                         while len(data):
                             count = file.write(data[:STEP])
                             checksum.update(data[:count])

@@ -156,10 +156,10 @@ def _crossing_lines(placement: MeshPlacement) -> Iterator[str]:
     for each in placement.dims:
         if each.dim == "tp" and each.crosses:
             best = max(degree for degree in range(1, each.degree) if placement.ranks_per_node % degree == 0)
+            ranks = render_plural(placement.ranks_per_node, "rank")
             yield (
                 f"\nwarning: a tp group is on {each.nodes} nodes, and its ranks exchange {TRAVELS['tp']}.\n"
-                f"  To do: choose a parallel.tp that divides the {render_plural(placement.ranks_per_node, 'rank')} of a "
-                f"node, such as {best}."
+                f"  To do: choose a parallel.tp that divides the {ranks} of a node, such as {best}."
             )
 
 

@@ -88,8 +88,8 @@ class SignalWatch:
         # Python delivers signals to the main thread alone; a run in another thread goes without.
         if threading.current_thread() is threading.main_thread():
             outer = _find_watch()
-            self.handled = {number: signal.signal(number, self._note) for number in list_free_signals(self._signals)}
             self._received = outer._received if outer is not None else None
+            self.handled = {number: signal.signal(number, self._note) for number in list_free_signals(self._signals)}
         return self
 
     def __exit__(self, *error: object) -> None:

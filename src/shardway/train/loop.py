@@ -267,6 +267,8 @@ class Loop:
                 return
             if self._open_step is not None and self._open_step.taken:
                 self._close_step(self._open_step)
+            elif self._open_step is not None and self._stream is not None:
+                self._stream.put_back()  # the batch was read, and no step has taken it
             self._finishes = self._finishes or any(self._ranks.gather(bool(self._finish_reason)))
             self._session.progress.enter(Activity.SAVE, self.counters.step)
             self.save()

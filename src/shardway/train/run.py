@@ -23,6 +23,7 @@ import atexit
 import contextlib
 import logging
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -669,10 +670,21 @@ def train(request: ResolveRequest) -> RunOutcome:
     with open_run(request) as run:
         outcome = train_run(run)
         if run.is_first and run.session.recorder.is_open:
-            from shardway.watch.report import render_report  # not on the other ranks, nor before the run
-
-            run.directory.write_report(render_report(run.directory))
+            _write_report(run.directory)
     return outcome
+
+
+def _write_report(directory: RunDir) -> None:
+    """Write the page of a run that has ended; one that cannot be written does not change how it ended."""
+    from shardway.watch.report import render_report  # not on the other ranks, nor before the run
+
+    try:
+        directory.write_report(render_report(directory))
+    except Exception as error:
+        logging.getLogger("shardway").warning(
+            f"the report was not written: {type(error).__name__}: {error}\n"
+            f"  The run itself has ended and is recorded. To do: `shardway report {shlex.quote(str(directory.path))}`."
+        )
 
 
 def train_run(run: LiveRun) -> RunOutcome:

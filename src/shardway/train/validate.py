@@ -257,6 +257,8 @@ def _as_plain(value: Any) -> Any:
     """A metric on the CPU, to be sent; anything else as a number."""
     if _is_metric(value):
         return value.cpu() if hasattr(value, "cpu") else value
+    if isinstance(value, np.ndarray):
+        return float(value.item())
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
@@ -343,9 +345,10 @@ class MetricLog:
             allowed = ", ".join(f'"{each}"' for each in _WAYS)
             raise UserError(f"run.log was given reduce = {way!r}.\n  Allowed: {allowed}.")
         wrong = [f"{name!r} ({type(value).__name__})" for name, value in _list_items(values) if not _is_loggable(value)]
+        wrong += [f"a value named {name!r} ({type(name).__name__})" for name in values if not isinstance(name, str)]
         if wrong:
             raise UserError(
-                f"run.log was given what is no number: {', '.join(wrong)}.\n"
+                f"run.log was given what it does not take: {', '.join(wrong)}.\n"
                 "  Allowed: numbers, tensors and arrays of one element, and metrics with update(), compute() and "
                 "reset(), each under a name of text.\n  To do: log what you want to see of it, such as its mean."
             )

@@ -240,9 +240,9 @@ class LocalOptimizer(torch.optim.Optimizer):
         """Whether a fused kernel may take these parts.
 
         It walks through memory without looking at strides: tensors that lie there differently (channels_last
-        weights with other gradients) would be combined wrongly, without an error.
+        weights with other gradients) would be combined wrongly, without an error. It knows no complex numbers.
         """
-        if self._numerics.kernel == "foreach":
+        if self._numerics.kernel == "foreach" or any(part.parameter.is_complex() for part in parts):
             return False
         known = self._numerics.kernel == "fused" or parts[0].parameter.device.type in FUSED_DEVICES
         return known and all(_lie_alike(part.tensors) for part in parts)
