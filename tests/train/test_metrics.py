@@ -328,8 +328,9 @@ def test_a_tensor_is_logged_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "way", "said"),
     [
-        ({"x": torch.ones(2), "y": "two"}, "mean", "no number: 'x' \\(Tensor\\), 'y' \\(str\\)"),
+        ({"x": torch.ones(2), "y": "two"}, "mean", "does not take: 'x' \\(Tensor\\), 'y' \\(str\\)"),
         ({"x": None}, "mean", "'x' \\(NoneType\\)"),
+        ({"a": 1.0, 3: 2.0}, "mean", "a value named 3 \\(int\\)"),
         ({"x": torch.tensor(1j)}, "mean", "'x' \\(Tensor\\)"),
         ({"x": 1}, "median", '"mean", "sum", "min", "max"'),
     ],

@@ -406,10 +406,14 @@ def _describe(error: BaseException) -> str:
 _ALLOWED = "tensors; numbers, strings, None, and lists and dicts of them"
 
 
-def check_savable(tensors: Mapping[str, Any], what: str) -> None:
-    """Raise UserError if a checkpoint cannot hold some value of a nested dict, such as a model's `state_dict`."""
+def check_savable(tensors: Mapping[str, Any], what: str, *, in_place: bool = False) -> None:
+    """Raise UserError if a checkpoint cannot hold some value of a nested dict, such as a model's `state_dict`; or,
+    where it would be loaded `in_place`, if torch cannot write to that."""
     flat, _ = flatten_state_dict(dict(tensors))
     problems = [Problem(name, why, allowed=_ALLOWED) for name, value in flat.items() if (why := _find_hindrance(value))]
+    repeated = [name for name, value in flat.items() if in_place and isinstance(value, torch.Tensor) and repeats(value)]
+    expanded, remedy = "its elements share memory (`expand`), so nothing can be loaded into it", "clone() it first"
+    problems += [Problem(name, expanded, remedy=remedy) for name in repeated]
     check_no_problems(f"{what}, which a checkpoint has to hold", problems)
 
 
@@ -428,6 +432,11 @@ def check_collects(collect: Callable[[], Tensors]) -> None:
             "optimizer have in common: every parameter of the optimizer has to be one of the model's."
         ) from error
     check_savable(tensors, "the state of this run")
+
+
+def repeats(tensor: torch.Tensor) -> bool:
+    """Whether several elements lie at one place in memory, as `expand` makes them."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _find_hindrance(value: Any) -> str:

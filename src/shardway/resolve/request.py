@@ -254,13 +254,16 @@ def check_same_run(saved: Mapping[str, Any], resolved: Resolved, directory: str,
 @dataclass(frozen=True)
 class ResolveRequest:
     """A run file (None: the default run), `key.path=value` overrides, the run directory (None: root/name). A script
-    with its `own_model` does not have to match [model] and [data], and its directory is a default."""
+    with its `own_model` does not have to match [model] and [data], and its directory is a default. `started_in`: the
+    folder that a relative run directory is in, where the process may go to another one later, as a script does (None:
+    the one it is in at the time)."""
 
     run_file: Path | None = None
     overrides: tuple[str, ...] = ()
     directory: Path | None = None
     fresh: bool = False
     own_model: bool = False
+    started_in: Path | None = None
 
 
 def parse_words(words: Sequence[str]) -> ResolveRequest:
@@ -326,11 +329,13 @@ class Resolution:
     @property
     def directory(self) -> RunDir:
         values = self.resolved.values.run
-        return RunDir(find_folder(values.root) / values.name)
+        return RunDir((self.request.started_in or Path()) / find_folder(values.root) / values.name)
 
     def with_default(self, dotted: str, value: Any, origin: str) -> Resolution:
         """The same resolution with `value` for a key that is not set."""
         loaded = self.loaded.with_default(dotted, value, origin)
+        if loaded is self.loaded:
+            return self
         return replace(self, loaded=loaded, resolved=resolve(loaded, self.resolved.circumstances))
 
     def under(self, **circumstances: Any) -> Resolution:

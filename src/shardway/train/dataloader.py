@@ -571,7 +571,10 @@ def _set_defaults(session: Session, given: LoaderArguments) -> None:
     ):
         if value is not None:
             origin = f"{given.origin}({argument}={value})"
-            session.resolution = session.resolution.with_default(key, value, origin)
+            before = session.resolved.origins[key]
+            session.take_default(key, value, origin)
+            if key == "train.global_batch" and before.startswith("run.loader(") and before != origin:
+                session.note_once("loader", f"{origin} has no effect: the global batch of the run is that of {before}.")
 
 
 def check_length(session: Session, loader: Loader, *, given: bool) -> None:

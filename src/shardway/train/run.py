@@ -162,7 +162,7 @@ class LiveRun:
             wrap_copies=ENGINES[values.train.engine].wraps_copies,
         )
         parallel = apply_parallelism(model, self._session.mesh, self.device, options)
-        check_savable(parallel.module.state_dict(), f"what {type(model).__name__} holds")
+        check_savable(parallel.module.state_dict(), f"what {type(model).__name__} holds", in_place=True)
         keep_formats(self._session, parallel.module, precision)
         return self._held.add_model(parallel, name, precision).parallel.given
 
@@ -275,9 +275,11 @@ class LiveRun:
                 f"run.steps takes what run.loader gives, not a {type(loader).__name__}.\n"
                 "  To do: hand your dataset to run.loader(dataset, batch_size=...), which shares it over the ranks."
             )
-        if length is not None:
-            origin = f"run.steps(length={length!r})"
-            session.resolution = session.resolution.with_default("train.steps", length, origin)
+        origin = f"run.steps(length={length!r})"
+        if length is not None and self._loop is not None:
+            self._check_second_length(origin, self._loop)
+        elif length is not None:
+            session.take_default("train.steps", length, origin)
         if not session.settled:
             session.own_model = True
             check_length(session, loader, given=length is not None)
@@ -443,6 +445,25 @@ class LiveRun:
 
     # --- parts
 
+    def _check_second_length(self, origin: str, earlier: Loop) -> None:
+        """A run has one length: that of its first loop. Raises UserError for another one in a later loop."""
+        first, steps = self._session.resolved.origins["train.steps"], earlier.counters.step
+        if not first.startswith("run.steps("):
+            return  # it stands in the run file or on the command line, where a loop's is only a default
+        remedy = (
+            'name the length of the whole run, such as run.steps(loader, "3 epochs"), which goes through all epochs by '
+            "itself"
+        )
+        if origin != first:
+            raise UserError(
+                f"{origin} is called in a run whose length is that of {first}, and {steps} steps are done.\n"
+                f"  Nothing of them is lost. To do: {remedy}; a later loop goes on to that length and is given none."
+            )
+        if earlier.has_ended and find_shell() is None:  # in a notebook a cell is simply run again
+            logging.getLogger("shardway").warning(
+                f"{origin} is called again after all {steps} steps of the run, so no batch is left. To do: {remedy}."
+            )
+
     def _leave_earlier(self) -> None:
         """A loop that the script has left, by `break` or in a cell that was interrupted, is saved where it stands: the
         next one goes on from there. Raises UserError where an error has left the model between two states."""
@@ -512,7 +533,8 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
     request = parse_words([str(word) for word in words if word is not None])
     request = replace(request, overrides=(*request.overrides, *read_keys_variable(os.environ)))
     place = Path(directory) if directory is not None else None
-    opened = OpenedRun(open_run(replace(request, directory=place, fresh=fresh, own_model=True)))
+    own = replace(request, directory=place, fresh=fresh, own_model=True, started_in=Path.cwd())
+    opened = OpenedRun(open_run(own))
     opened.run._opened, opened.run._display = opened, open_display(opened.run.session)
     return opened.run
 

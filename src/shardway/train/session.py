@@ -28,7 +28,7 @@ from torch import nn
 
 from shardway.checkpoint.manager import remove_leftovers
 from shardway.checkpoint.reader import peek_latest
-from shardway.checkpoint.state import seed_all
+from shardway.checkpoint.state import is_seeded, seed_all
 from shardway.data.damage import DamageFound
 from shardway.data.waiting import WorkerChoice
 from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reason
@@ -97,6 +97,7 @@ class Session:
     signals: SignalWatch
     own_model: bool = False
     settled: bool = False
+    facts: DataFacts | None = None
     changes: dict[str, list[Any]] = field(default_factory=dict)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     attempt: Attempt | None = None
@@ -145,12 +146,19 @@ class Session:
         """An event with a reason, after the last step that is done; rank 0 writes it."""
         self.recorder.event(event, step=self.recorder.step_done, reason=text)
 
+    def take_default(self, dotted: str, value: Any, origin: str) -> None:
+        """A value for a key that is not set; what the data have completed stays completed."""
+        resolution = self.resolution.with_default(dotted, value, origin)
+        if resolution is not self.resolution and self.facts is not None:
+            resolution = replace(resolution, resolved=resolve_with_data(resolution.resolved, self.facts))
+        self.resolution = resolution
+
     def settle(self, facts: DataFacts, keep: Callable[[str], bool] = lambda dotted: True) -> None:
         """Complete the resolved run with the facts of the open data; `begin` writes down the keys that `keep` selects.
 
         Raises UserError on every rank if the run does not fit the data or what was trained here before.
         """
-        self.resolution = replace(self.resolution, resolved=resolve_with_data(self.resolved, facts))
+        self.resolution, self.facts = replace(self.resolution, resolved=resolve_with_data(self.resolved, facts)), facts
         section, local = self.resolved.values.checkpoint, False
         if section.local_every != "off":  # there may be a checkpoint of this run on the disk of some node
             here = self.ranks.together(lambda: bool(find_local_run(section.local_dir, self.run_id).steps()))
@@ -282,7 +290,8 @@ def hold_session(
         stack.callback(_notify_owner, recorder, directory, ranks, resolved, attempt)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
-        seed_all(values.train.seed, ranks.rank)
+        if not (own_model and resolved.origins["train.seed"] == DEFAULT and is_seeded()):
+            seed_all(values.train.seed, ranks.rank)  # else the script's own generators stay as it has seeded them
         # In a notebook a signal is for its cell or its kernel, which go on when this run has ended.
         signals = stack.enter_context(SignalWatch(STOP_SIGNALS if find_shell() is None else (BREAK,)))
         reporting = _failure_reported(attempt, ranks.placement, lambda: recorder.step_done)

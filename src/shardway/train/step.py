@@ -90,7 +90,7 @@ class RngAndBufferSnapshot:
     def put_back_model(self) -> None:
         """All but the generators: a step that is skipped has drawn its random numbers."""
         for owner, name, tensor, values in self._buffers:  # whether the pass changed or replaced the tensor
-            _without_repeats(tensor).copy_(_without_repeats(values))
+            _copy_once(tensor, values)
             owner._buffers[name] = tensor
         for compression in self._compressions:
             compression.put_back()
@@ -100,12 +100,12 @@ class RngAndBufferSnapshot:
         return all(tensor._version == version for tensor, version in self._batch)
 
 
-def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of one of each element that `expand` repeats, which torch refuses to write to together."""
+def _copy_once(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values of the same shape; an element that `expand` repeats is written once, as torch asks for."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 class MutableParts:
