@@ -245,6 +245,93 @@ def test_a_kept_metric_goes_on(tmp_path: Path, quiet_threads: None) -> None:
     assert [*seen(2), *seen(4)] == [1.0, 2.0, 3.0, 4.0]
 
 
+# --- optimizers
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization, whose step does nothing by itself."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def ascend(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["before"] = parameter.clone()
+                parameter.add_(parameter.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                before = self.state[parameter]["before"]
+                self.state[parameter]["moved"] = self.state[parameter].get("moved", 0) + 1
+                parameter.copy_(before).sub_(parameter.grad, alpha=group["lr"] / self.state[parameter]["moved"])
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError("ascend and descend")
+
+
+def test_an_optimizer_whose_step_is_not_for_others(tmp_path: Path, quiet_threads: None) -> None:
+    for name, lengths in (("whole", (6,)), ("parted", (4, 6))):
+        for last in lengths:
+            torch.manual_seed(1)
+            with shardway.start(*SAVED, directory=tmp_path / name) as run:
+                model = run.shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+                optimizer = run.optimizer(Sam, model, lr=0.1)
+                for inputs, targets in run.steps(run.loader(Noisy(), batch_size=4), last):
+                    run.backward(F.mse_loss(model(inputs), targets))
+                    optimizer.ascend()
+                    run.backward(F.mse_loss(model(inputs), targets))
+                    optimizer.descend()
+    assert read_column(tmp_path / "parted") == read_column(tmp_path / "whole")
+
+
+class Counting(torch.optim.SGD):
+    """Halves its rate with each step, by a number of its own."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 * 0.5**self.calls
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls, "seen": {"last": torch.tensor([self.calls])}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # another name than torch's
+        self.calls = state["calls"]
+        assert state["seen"]["last"].tolist() == [self.calls]
+        super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
+
+
+class Named(Counting):
+    """The same where torch finds out which states there are."""
+
+    step = torch.optim.SGD.step
+
+
+@pytest.mark.parametrize("kind", [Counting, Named])
+def test_what_an_optimizer_adds_to_its_state_is_kept(kind: type[Counting], tmp_path: Path, quiet_threads: None) -> None:
+    for name, lengths in (("whole", (6,)), ("parted", (2, 4, 6))):
+        for last in lengths:
+            torch.manual_seed(1)
+            with shardway.start(*SAVED, directory=tmp_path / name) as run:
+                model = run.shard(nn.Linear(4, 1))
+                optimizer = run.optimizer(kind, model, lr=0.1, momentum=0.9)
+                for batch in run.steps(run.loader(Noisy(), batch_size=4), last):
+                    run.step(model, batch, F.mse_loss)
+                    if kind is Named:
+                        optimizer.calls += 1
+            assert optimizer.calls == last
+    assert read_column(tmp_path / "parted") == read_column(tmp_path / "whole")
+
+
 # --- the end
 
 

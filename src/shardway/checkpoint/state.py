@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardway.checkpoint.file_format import Special, TensorPart, TensorTable
 from shardway.errors import Bug, SiteError, UserError
-from shardway.models.contract import find_base
+from shardway.models.contract import canonical_name, find_base
 
 # --- tensors of special classes
 
@@ -336,6 +336,10 @@ class Trained(CheckpointState):
             else:  # it does not fit torch's own form: tensors and single values by parameter
                 parts = _take_optimizer_apart(part, optimizer)
                 tensors |= {part: {"values": dict(parts.tensors)}, structure_name(part): parts.text}
+            if further := _further_entries(optimizer):
+                parts = _take_apart(f"what {type(optimizer).__name__} adds to it: {part}", further)
+                tensors[part] |= {"further": dict(parts.tensors)} if parts.tensors else {}
+                tensors[structure_name(f"{part}.further")] = parts.text
         return tensors
 
     def template(self, table: TensorTable) -> Tensors:
@@ -349,9 +353,15 @@ class Trained(CheckpointState):
                 if any(name.startswith(f"{part}.state.") for name in table.tensors):
                     raise _other_kind(part, optimizer, "another optimizer")
                 tensors[part] = {"state": {}}
+            elif is_foreign(optimizer) and not _has_special(table, f"{part}.state."):
+                tensors[part] = {"state": self._room_by_name(table, f"{part}.state.")}
             else:
                 with all_trainable(optimizer), hooks_silenced(optimizer):
                     tensors[part] = {"state": self._state_of(optimizer)}
+            if structure_name(f"{part}.further") in table.values:
+                room = make_room(table, f"{part}.further.")
+                tensors[part] |= {"further": room} if room else {}
+                tensors[structure_name(f"{part}.further")] = ""
         return tensors
 
     def install(self, tensors: Tensors) -> None:
@@ -364,19 +374,31 @@ class Trained(CheckpointState):
         # Not strict: a parameter that no batch has used yet has no state.
         options = StateDictOptions(strict=False)
         for part, optimizer in self.optimizers.items():
+            further: dict[str, Any] = {}
+            if text := tensors.get(structure_name(f"{part}.further")):
+                further = _put_together(text, tensors[part].get("further", {}))
             if text := tensors.get(structure_name(part)) if part in tensors else None:
-                loaded = tensors[part].get("values", {})
-                saved = put_state_together(text, lambda name, device, loaded=loaded: loaded[name])  # type: ignore[misc]
+                saved = _put_together(text, tensors[part].get("values", {}))
                 if saved["of"] != type(optimizer).__name__:
                     raise _other_kind(part, optimizer, saved["of"])
                 groups = optimizer.state_dict()["param_groups"]
                 with settings_kept(optimizer):
-                    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+                    optimizer.load_state_dict({**further, "state": saved["state"], "param_groups": groups})
             elif part not in tensors or (not tensors[part]["state"] and needs_closure(optimizer)):
                 optimizer.state.clear()
+            elif is_foreign(optimizer):
+                saved = self._by_number(optimizer, tensors[part]["state"])
+                groups = optimizer.state_dict()["param_groups"]
+                with settings_kept(optimizer):
+                    optimizer.load_state_dict({**further, "state": saved, "param_groups": groups})
             else:
                 around = self._around(optimizer)
-                with all_trainable(optimizer), hooks_silenced(optimizer), settings_kept(optimizer):
+                with (
+                    all_trainable(optimizer),
+                    hooks_silenced(optimizer),
+                    settings_kept(optimizer),
+                    _loading(optimizer, further),
+                ):
                     groups = get_optimizer_state_dict(around, optimizer)["param_groups"]
                     state = self._rename(tensors[part]["state"], own=False)
                     set_optimizer_state_dict(
@@ -385,6 +407,30 @@ class Trained(CheckpointState):
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return self._rename(get_optimizer_state_dict(self._around(optimizer), optimizer)["state"], own=True)
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of all models, by their names in the states of optimizers."""
+        return {
+            _prefix(part) + canonical_name(name): parameter
+            for part, model in self.models.items()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+
+    def _room_by_name(self, table: TensorTable, begin: str) -> dict[str, dict[str, Any]]:
+        """Room for the states that were saved of today's parameters, by parameter; `begin` is how their names begin."""
+        known, room = self._named_parameters(), make_room(table, begin)
+        single = {name.removeprefix(begin): None for name in table.values if name.startswith(begin)}
+        states: dict[str, dict[str, Any]] = {}
+        for entry, value in {**room, **single}.items():
+            owner = max((name for name in known if entry.startswith(f"{name}.")), key=len, default="")
+            if owner:
+                states.setdefault(owner, {})[entry.removeprefix(f"{owner}.")] = value
+        return states
+
+    def _by_number(self, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> dict[int, Any]:
+        """States by the number of their parameter, as the optimizer has them, from those by name."""
+        known, numbers = self._named_parameters(), {id(p): number for number, p in enumerate(_parameters_of(optimizer))}
+        return {numbers[id(known[name])]: state for name, state in states.items()}
 
     def _around(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         """One module that holds all models, for torch's functions that take one."""
@@ -465,6 +511,61 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+_KNOWN_HOMES = ("torch.", "shardway.", "torchao.", "deepspeed.", "bitsandbytes.", "apex.", "transformer_engine.")
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, in the order of their numbers in its state_dict()."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def is_foreign(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class is a script's own, so that its `step` may do more than update parameters: it is not called to
+    find out which states there are. Of shards they are found so all the same, since each has a layout."""
+    home = str(type(optimizer).step.__module__)
+    whole = not any(isinstance(parameter, DTensor) for parameter in _parameters_of(optimizer))
+    return whole and not home.startswith(_KNOWN_HOMES)
+
+
+def _has_special(table: TensorTable, begin: str) -> bool:
+    """Whether a tensor of that beginning is of a special class, which needs a target of that class."""
+    return any(
+        chunk.special is not None
+        for name, row in table.tensors.items()
+        if name.startswith(begin)
+        for chunk in row.chunks
+    )
+
+
+def _further_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a class of a script adds to the state_dict() of torch's optimizers."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    given = optimizer.state_dict()
+    return {key: value for key, value in given.items() if key not in ("state", "param_groups")}
+
+
+@contextlib.contextmanager
+def _loading(optimizer: torch.optim.Optimizer, further: Mapping[str, Any]) -> Iterator[None]:
+    """In this context torch's functions load these entries too, whatever the argument of the class is called."""
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        yield
+        return
+
+    def load(state_dict: dict[str, Any]) -> None:
+        type(optimizer).load_state_dict(optimizer, {**further, **state_dict})
+
+    optimizer.load_state_dict = load  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.__dict__["load_state_dict"]
+
+
+def _put_together(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    return put_state_together(text, lambda name, device: tensors[name])
+
+
 def _take_optimizer_apart(part: str, optimizer: torch.optim.Optimizer) -> Parts:
     """The state of an optimizer that does not fit torch's own form. Raises UserError."""
     try:
@@ -492,9 +593,8 @@ def _other_kind(part: str, optimizer: torch.optim.Optimizer, saved: str) -> User
 def all_trainable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """In this context every parameter of the optimizer may have a state: one that is frozen now may have been
     trained."""
-    every = [p for group in optimizer.param_groups for p in group["params"]]
     # One of integers (quantized weights) never has a state, and torch refuses that it asks for a gradient.
-    frozen = [p for p in every if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+    frozen = [p for p in _parameters_of(optimizer) if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
