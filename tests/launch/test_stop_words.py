@@ -1,4 +1,4 @@
-"""What a job script makes of a stop file that is already there."""
+"""What a job script makes of a stop file that is already there, and how it writes a path into a hint."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def test_the_request_that_says_most_stays(before: str | None, asked: str, after:
     assert stop.read_text(encoding="utf-8").strip() == after
     first = after.partition(" ")[0]
     assert done.stdout == (first if first in ("deadline", "preempted", "signal") else "stopped")
+
+
+@pytest.mark.parametrize("path", ["/a/b-c_1.2", "/tmp/kürs 1/x", "it's", "a$b `c` \\d", "", "~x", "a;b&c"])
+def test_a_path_in_a_hint_is_one_word_of_a_shell(path: str) -> None:
+    words = f'. "{LIB}"; eval "set -- $(word "$given")"; printf "%s\\n" "$#" "$1"'
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"given": path, "PATH": "/usr/bin:/bin"},
+    )
+    assert (done.stdout, done.stderr) == (f"1\n{path}\n", "")

@@ -22,6 +22,14 @@ field() {
 #: in_json TEXT: as it stands between the quotes of JSON
 in_json() { printf '%s' "$1" | tr '\n\t\r' '   ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g'; }
 
+#: word TEXT: as one word of a command that a person pastes into a shell
+word() {
+  case $1 in
+    *[\ \'\"\$\`\\\&\;\|\<\>\(\)\{\}\*\?\[\]\#\~\!]*|'') printf "'%s'" "${1//\'/\'\\\'\'}" ;;
+    *) printf '%s' "$1" ;;
+  esac
+}
+
 #: whole FILE: standard input becomes the file, complete or not at all
 whole() { cat > "$1.$$.tmp" && mv "$1.$$.tmp" "$1" || { rm -f "$1.$$.tmp"; return 1; }; }
 
@@ -116,7 +124,7 @@ claim() {
   [ -n "$owner" ] || { say "attempt $attempt cannot be claimed: nothing can be written to $here"; exit 1; }
   [ "$owner" != "$job" ] || return 0
   say "this job does nothing: attempt $attempt belongs to job $owner ($(field "$here/result.json" state | grep . || echo "no end yet"))"
-  say "to see where the run stands: shardway status $run; to go on with it: shardway resume $run"
+  say "to see where the run stands: shardway status $(word "$run"); to go on with it: shardway resume $(word "$run")"
   exit 0
 }
 
@@ -354,7 +362,7 @@ submit_followers() {
       say "queued what follows, ${folder%/attempts/*}, as job $id"
     else
       rmdir "$folder/handover"
-      say "${folder%/attempts/*} follows and could not be queued from here: \`shardway resume ${folder%/attempts/*}\` queues it"
+      say "${folder%/attempts/*} follows and could not be queued from here: \`shardway resume $(word "${folder%/attempts/*}")\` queues it"
     fi
   done
 }
@@ -771,6 +779,6 @@ say_next() {
   if [ ! -e "$folder/result.json" ] && [ -n "$(field "$folder/submission.json" job)" ]; then
     say "attempt $next is queued to go on"
   else
-    say "to go on: shardway resume $run"
+    say "to go on: shardway resume $(word "$run")"
   fi
 }
