@@ -120,6 +120,25 @@ def test_a_copy_goes_on_as_its_original(name: str, copied: Callable[[Any], Any])
 # --- what Muon takes
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_complex_parameters_are_trained_as_by_torch(name: str) -> None:
+    """No fused kernel takes them."""
+    weights = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    model = nn.ParameterDict({"weight": nn.Parameter(weights.clone())})
+    twin = nn.Parameter(weights.clone())
+    section = OptimSection.model_validate({"name": name, "weight_decay": 0.1})
+    ours = build_optimizer(section, model, 0.1)
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    settings = {key: value for key, value in ours.param_groups[0].items() if key in ("lr", "betas", "eps", "momentum")}
+    theirs = kinds[name]([twin], weight_decay=ours.param_groups[0]["weight_decay"], **settings)
+    for _ in range(3):
+        for parameter, optimizer in ((model["weight"], ours), (twin, theirs)):
+            parameter.grad = None
+            ((parameter - 1j).abs() ** 2).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(model["weight"], twin)
+
+
 def test_muon_takes_matrices_and_experts_of_blocks() -> None:
     model = Model()
     matrices, others = muon_groups(model, 0.1)

@@ -282,7 +282,10 @@ class AdamW(LocalOptimizer):
         if not fused:
             counts = list(torch.tensor([part.step - 1.0 for part in parts]).unbind())  # it counts them up
             parameters, gradients, averages, squares = _columns(parts)
-            adamw(parameters, gradients, averages, squares, [], counts, foreach=True, **numbers)
+            complex_too = any(parameter.is_complex() for parameter in parameters)
+            adamw(
+                parameters, gradients, averages, squares, [], counts, foreach=True, has_complex=complex_too, **numbers
+            )
             return
         # The kernel itself: what `adamw` does around it takes as long as all updates of a small model.
         for (device, _), alike in _group_alike(parts).items():
