@@ -194,6 +194,15 @@ def test_an_expanded_buffer_is_refused_unless_it_is_not_saved(tmp_path: Path, qu
     assert len(read_column(tmp_path / "other")) == 4
 
 
+def test_data_without_samples_are_refused_at_once(tmp_path: Path, quiet_threads: None) -> None:
+    with open_tiny(tmp_path, lone_rank(), base=KEYS) as run:
+        with pytest.raises(UserError, match=r"run\.loader was given list of 0 samples"):
+            run.loader([], batch_size=8)
+        with pytest.raises(UserError, match=r"run\.validation was given list of 0 samples"):
+            run.validation([], F.mse_loss)
+        assert not (tmp_path / "events").exists()
+
+
 def test_a_later_loader_keeps_the_batch_and_the_length(
     tmp_path: Path, quiet_threads: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -419,6 +419,7 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
         return Loader(dataset, dataset.size, dataset.tokens_per_sample, fingerprint, begin=begin)
     if not is_map_style(dataset):
         return _make_stream(session, given)
+    _check_some(dataset, "run.loader")
     if given.sampler is not None and given.batch_sampler is not None:
         raise UserError("run.loader takes a sampler or a batch_sampler, not both.")
     resolved = session.resolved
@@ -462,6 +463,15 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
             )
         size, kind = size // batch * batch, f"{kind}, whole batches of {batch}"
     return Loader(dataset, size, 1, kind, given.collate_fn, order, drops, given.worker_init)
+
+
+def _check_some(dataset: Any, origin: str) -> None:
+    """Raise UserError for a map-style dataset without samples."""
+    if not len(dataset):
+        raise UserError(
+            f"{origin} was given {type(dataset).__name__} of 0 samples.\n"
+            "  To do: look at where they come from: a wrong folder, or a filter that leaves nothing."
+        )
 
 
 def _make_stream(session: Session, given: LoaderArguments) -> Loader:
@@ -602,6 +612,8 @@ def take_validation(dataset: Any, collate: Collate | None) -> tuple[Any, Collate
     if not _is_loader(dataset):
         in_sequence = isinstance(dataset, StreamSource) or hasattr(dataset, "__iter__")
         known = isinstance(dataset, DataSource) or is_map_style(dataset) or not in_sequence
+        if is_map_style(dataset):
+            _check_some(dataset, "run.validation")
         return dataset if known else HeldOutStream(dataset), collate
     collate = collate or _own_collate(dataset)
     samples, sampler, batches = dataset.dataset, dataset.sampler, dataset.batch_sampler
