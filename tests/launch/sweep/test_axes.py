@@ -120,6 +120,11 @@ def test_rows_of_a_csv_and_of_a_toml_file(tmp_path: Path) -> None:
         ("a.csv", "lr\n1\n", "'lr' is no key"),
         ("a.csv", "run.name\nx\n", r"'run\.name' is no key"),
         ("a.csv", "optim.lr\n", "no row with a value"),
+        (
+            "a.csv",
+            "optim.lr,train.seed,optim.lr, train.seed,data.path\n1,2,3,4,x\n",
+            "a.csv.*'optim.lr', 'train.seed'\\.",
+        ),
         ("a.csv", "optim.lr\n1\n1\n", "row 2 sets the same as row 1"),
         ("a.toml", "member = 3\n", r"no \[\[member\]\]"),
         ("a.toml", "[[member]\n", "not valid TOML"),

@@ -221,6 +221,12 @@ def read_rows(path: Path) -> list[Values]:
 def _read_csv(path: Path, text: str) -> Iterator[Values]:
     table = list(csv.reader(text.splitlines()))
     head = [name.strip() for name in table[0]] if table else []
+    if repeated := ", ".join(repr(name) for name in dict.fromkeys(head) if head.count(name) > 1):
+        raise UserError(
+            f"--rows {path}, line 1: several columns have the same name: {repeated}.\n"
+            "  Allowed: one column for each key.\n"
+            "  To do: leave out the others of that name, or correct their names."
+        )
     for number, cells in enumerate(table[1:], 2):
         if not any(cell.strip() for cell in cells):
             continue
