@@ -156,6 +156,12 @@ REFUSALS: dict[str, Refuse] = {
         code=4,
         says="is whole",
     ),
+    "checkpoints that were removed": with_files(
+        lambda folder: shutil.rmtree(folder / "run/checkpoints", ignore_errors=True),
+        "train.steps=9",
+        code=4,
+        says="no checkpoint in run/checkpoints any more",
+    ),
     "an old stop file": with_files(lambda folder: (folder / "run/stop").write_text("enough"), "train.seed=4"),
     "a save that was cut off": with_files(
         lambda folder: _cut_off(folder / "run"), "train.steps=1", says="steps are done, and train.steps asks for 1"
@@ -171,6 +177,10 @@ REFUSALS: dict[str, Refuse] = {
     "a script with data that are none": own_script(body=lambda run: run.loader(object(), batch_size=2)),
     "a script that fails": own_script(body=_fail, error=Died),
 }
+
+
+UNSAVED = ("checkpoints that cannot be read", "checkpoints that were removed")
+"""From what is left `status` reads another run."""
 
 
 def _change_status(run: Path, **facts: Any) -> None:
@@ -230,7 +240,7 @@ def test_a_refused_start_changes_nothing(name: str, stage: Stage) -> None:
     REFUSALS[name](stage)
     assert look(changes) == (noted[0] if noted and name != "a second writer" else before)
     assert not list(stage.folder.glob("run.old-*"))
-    if name not in ("a newer format", "checkpoints that cannot be read", "a second writer", "an old stop file"):
+    if name not in ("a newer format", *UNSAVED, "a second writer", "an old stop file"):
         assert _told(stage) == told
 
 
@@ -271,6 +281,32 @@ def test_a_run_with_more_steps_goes_on_as_ever(stage: Stage) -> None:
     assert [event["step"] for event in stage.run.events(0) if event["event"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert stage.run.read_resolved()["train"]["steps"] == "6 steps"
     assert not stage.run.partial_checkpoints()
+
+
+@pytest.mark.parametrize("stage", ["finished"], indirect=True)
+def test_a_run_without_its_checkpoints_starts_over_where_that_is_asked_for(stage: Stage) -> None:
+    shutil.rmtree(stage.run.checkpoints)
+    assert "To do: put the folder of checkpoints back, or start over with --fresh" in stage.train().err
+    assert stage.train("--fresh").code == 0
+    assert (stage.folder / "run.old-1/events/rank-00000.jsonl").exists()
+    assert stage.run.checkpoint_steps() == [2, 4]
+
+
+@pytest.mark.parametrize("every", ["off", "2 steps"])
+def test_a_run_that_has_not_saved_begins_again(
+    every: str, tmp_path: Path, shardway: Shardway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text(tmp_path)
+    stage, words = Stage(tmp_path, shardway, monkeypatch), (f"checkpoint.every={every}",)
+
+    def die(run: object, step: int) -> None:
+        raise Died
+
+    with pytest.raises(Died):
+        train_tiny(stage.run.path, lone_rank(), base=[*WORDS, "run.device=cpu", *words], before_step=die)
+    assert not stage.run.checkpoint_steps()
+    assert stage.train(*words).code == 0
+    assert [event["step"] for event in stage.run.events(0) if event["event"] == "step"] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("stage", ["finished"], indirect=True)

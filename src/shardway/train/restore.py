@@ -4,6 +4,7 @@ Invariants:
 - A decision to go back is durable before training continues, and everything else follows from it.
 - Only checkpoints that are on the lineage of the run, and were not undone by going back before a spike, are loaded. A
   local checkpoint that two starts in a row have begun from is left out, with all others there.
+- A run whose checkpoints were all removed is not begun again in the same directory.
 - The restored counters belong to the installed state, and the position to the data of today.
 
 The decision is one small file (`rundir.names`), written before anything else happens. Each checkpoint records which
@@ -37,6 +38,7 @@ from shardway.checkpoint.state import CheckpointState
 from shardway.data.order import Skips
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT, RunDir
+from shardway.rundir.events import drop_undone
 from shardway.rundir.names import LOCAL, SHARED, SkippedRange, read_left_out, read_line, step_name
 from shardway.runfile.schema import read_skips
 from shardway.train.blended import NUMBERS
@@ -68,7 +70,7 @@ def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: Loca
     """Install the newest complete checkpoint that holds, on all ranks together; also from a `tier`.
 
     `settle_restored` changes the run directory afterwards, once the run goes on. Raises JobError if none is complete,
-    UserError if it belongs to other data or is past what is asked for.
+    or if all that were saved are gone, UserError if it belongs to other data or is past what is asked for.
     """
     undone: list[int] = []
     if session.starts_over:
@@ -80,6 +82,7 @@ def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: Loca
         local = _load_local(session, tier, state, begun) if tier is not None else begun
         loaded = local.loaded or load_latest(session.directory, session.ranks, state, without=undone)
         if loaded is None:
+            session.ranks.ask_first(lambda: _check_none_is_gone(session))
             return local
         scale = plan.loss_scale
         if scale is not None and "loss_scale" in loaded.numbers:
@@ -87,6 +90,24 @@ def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: Loca
         counters = read_counters(loaded.numbers)
         _check_goes_on(session, plan, counters, loaded.numbers)
     return replace(local, loaded=loaded, counters=counters, loss_scale=scale)
+
+
+def _check_none_is_gone(session: Session) -> None:
+    """Raise JobError if the run has saved checkpoints into its directory and none is there any more: it would begin
+    anew in the records of steps that were done, without a word. Called on rank 0 where nothing was loaded."""
+    directory = session.directory
+    if session.starts_over or directory.checkpoint_steps():  # these were undone, by a decision of the run itself
+        return
+    events = drop_undone(directory.all_events(names=("started", "rolled_back", "saved")))
+    steps = [event["step"] for event in events if event["event"] == "saved" and event.get("tier", SHARED) == SHARED]
+    if steps:
+        start_over = START_OVER_IN_SCRIPT if session.own_model else START_OVER
+        raise JobError(
+            f"the run in {directory.path} has saved the checkpoint of step {steps[-1]} (by its events), and there is "
+            f"no checkpoint in {directory.checkpoints} any more.\n"
+            "  It was not begun again, and nothing was changed. To do: put the folder of checkpoints back, or "
+            f"{start_over}."
+        )
 
 
 def _load_local(session: Session, tier: LocalTier, state: CheckpointState, begun: Restored) -> Restored:

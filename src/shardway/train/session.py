@@ -428,7 +428,8 @@ class DirectoryHold:
         existed = directory.exists()
         if existed:
             directory.check_format()
-        self._made = list_missing(directory.path)  # folders that are made here, innermost first
+        # Folders that are made here, innermost first.
+        self._made = list_missing(directory.checkpoints) if existed else list_missing(directory.path)
         self.directory, self._lock = directory, directory.writer_lock(job)
         self.starts_over, self.run_id = fresh and existed, ""
         self.before: Mapping[str, Any] = {}
