@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from command_line import TINY, Ended, Shardway, write_text
 
 from shardway.data import convert
 from shardway.data.convert import WRITERS, convert_records
-from shardway.data.detect import open_records, place_of
+from shardway.data.detect import check_is_text, open_records, place_of
 
 PNG = (
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738"
@@ -197,6 +198,39 @@ def test_a_wrong_kind_is_refused(shardway: Shardway, make: Callable[[str], str],
     ended = shardway("data", "info", "source.jsonl", "--kind", kind)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith('shardway: 1 problem in the data\n  PATH: "source.jsonl" ')
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "parquet", "parquet.txt", "x.jsonl", "tokens.bin", "x.npy", "utf-16.md"])
+def test_a_file_of_another_kind_is_not_trained_on_as_text(
+    name: str, shardway: Shardway, make: Callable[[str], str], tmp_path: Path
+) -> None:
+    if "parquet" in name:
+        next((tmp_path / make("parquet")).glob("*.parquet")).rename(tmp_path / "found")
+        shutil.rmtree(tmp_path / "parquet")
+        (tmp_path / "found").rename(tmp_path / name)
+    elif name == "x.jsonl":
+        make("jsonl")
+        (tmp_path / "source.jsonl").rename(tmp_path / name)
+    elif name == "utf-16.md":
+        (tmp_path / name).write_text("To be, or not to be. " * 99, encoding="utf-16")
+    else:
+        np.save(tmp_path / "x.npy", np.arange(200, dtype=np.uint16))
+        np.arange(200, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    kind = {"x.jsonl": "jsonl", "tokens.bin": "tokens", "x.npy": "tokens", "utf-16.md": "text"}.get(name, "parquet")
+    words = [word for word in TINY if not word.startswith("data.path")]
+    of_a_blend = f'data.blend=[{{path="{name}",weight=1}}]'
+    for key, part in ((f"data.path={name}", "data.path"), (of_a_blend, "data.blend[0]")):
+        ended = shardway("train", *words, key, "--dir", "run")
+        what = "is text in UTF-16" if name == "utf-16.md" else f'is of the kind "{kind}" by its name or its first bytes'
+        refused(ended, part, f'"{name}" {what}', f'kind = "{kind}"')
+    assert not (tmp_path / "run").exists()
+    assert shardway("train", *TINY, f"data.path={name}", "data.kind=text", "--dir", "run").code == 0
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x", "x.log", "x.json", "x.yaml", "X.TXT"])
+def test_text_of_any_name_is_text(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"a": 1}\n' * 9)
+    check_is_text(place_of(tmp_path / name))
 
 
 def test_a_kind_that_does_not_exist(shardway: Shardway, make: Callable[[str], str]) -> None:

@@ -219,11 +219,11 @@ def _check_unchanged(resolution: Resolution) -> None:
     """Check the data, and that nothing has changed that must not change between two starts of a run, before torch is
     imported and anything is written. Raises UserError, JobError. Text is prepared here, so that the ranks find it
     ready."""
-    from shardway.data.open import open_described
+    from shardway.data.open import open_resolved
     from shardway.resolve import check_same_run, resolve_with_data
 
     run = resolution.directory
-    resolve_with_data(resolution.resolved, open_described(resolution.resolved.values).facts)
+    resolve_with_data(resolution.resolved, open_resolved(resolution.resolved).facts)
     if not resolution.request.fresh and run.checkpoint_steps():
         check_same_run(run.read_resolved(), resolution.resolved, str(run.path))
 

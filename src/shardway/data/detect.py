@@ -1,16 +1,21 @@
 """Which format lies at a path, and its records.
 
-Invariant: a format is known by names and first bytes; nothing is read that opening would not read. Formats are asked in
-the order of `_ORDER`: one that has a mark of its own before one that any folder could be.
+Invariants:
+- A format is known by names and first bytes; nothing is read that opening would not read. Formats are asked in the
+  order of `_ORDER`: one that has a mark of its own before one that any folder could be.
+- A file without a mark that is not named as another format is text.
 """
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from importlib import import_module
 from pathlib import Path
 
 from shardway.data.content import DataPath
 from shardway.data.formats.base import Records
+from shardway.data.formats.text import TEXT_SUFFIXES
 from shardway.data.kinds import DataKind
 from shardway.errors import UserError
 from shardway.plugins import list_names, load_plugin
@@ -44,6 +49,59 @@ def detect_kind(place: DataPath) -> str:
         raise place.error("is a folder without files", allowed=_PATHS)
     known = ", ".join(name for name in list_names("data_sources") if reader_of(name))
     raise place.error("is of no format that Shardway reads", allowed=known)
+
+
+_MARKS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\x89HDF\r\n": "hdf5"}
+"""What files of a format begin with, whatever their name."""
+
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+_FIELD = ' (and data.inputs to the field with the text, if that has no usual name such as "text")'
+_WIDTH = " (and data.token_dtype to the width of a token)"
+_BESIDE = {**dict.fromkeys(("parquet", "arrow", "jsonl", "hdf5", "lmdb", "webdataset"), _FIELD), "tokens": _WIDTH}
+"""What else a model of tokens may need, by the kind; a .npy file states the width of its tokens."""
+
+
+def check_is_text(place: DataPath) -> None:
+    """Raise UserError where a file is of another kind than text by its name or its first bytes, or is text in UTF-16:
+    trained on as text, it would be bytes of a container. For a run whose data.kind is only its default. Folders are not
+    looked at: of these, text takes files by their names."""
+    try:
+        if not place.path.is_file():
+            return
+        with place.path.open("rb") as file:
+            head = file.read(8)
+    except OSError:
+        return  # opening reports it
+    as_it_is = 'or data.kind = "text" to train on the bytes as they are'
+    if head.startswith(_UTF_16):
+        command = f"`iconv -f UTF-16 -t UTF-8 {shlex.quote(place.text)} > NEW_FILE`"
+        raise place.error(
+            "is text in UTF-16 by its first bytes, of which every second one would be an empty token",
+            allowed="text in UTF-8, or in another encoding that has ASCII as it is",
+            remedy=f"convert it: {command}, and set data.path to that, {as_it_is}",
+        )
+    kind = _find_other_kind(place, head)
+    if kind:
+        key = "kind" if place.key.startswith("data.blend") else "data.kind"
+        beside = "" if place.path.suffix == ".npy" else _BESIDE.get(kind, "")
+        raise place.error(
+            f'is of the kind "{kind}" by its name or its first bytes, and data.kind is "text", the default',
+            remedy=f'set {key} = "{kind}"{beside}, {as_it_is.replace("data.kind", key)}',
+        )
+
+
+def _find_other_kind(place: DataPath, head: bytes) -> str:
+    """The kind of a file that is not text; "" for text."""
+    for mark, kind in _MARKS.items():
+        if head.startswith(mark):
+            return kind
+    if place.path.name.lower().endswith((*TEXT_SUFFIXES, ".json")):  # of which few have a record in each line
+        return ""
+    with contextlib.suppress(UserError):  # no format takes it
+        kind = detect_kind(place)
+        return "" if kind == "text" else kind
+    return ""
 
 
 def open_records(place: DataPath, kind: str = "") -> Records:

@@ -33,9 +33,10 @@ from shardway.data.window_order import WindowOrder
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.plugins import GROUPS, load_plugin
 from shardway.resolve import DataFacts
-from shardway.resolve.draft import kinds_of_data, takes_of
+from shardway.resolve.draft import Resolved, kinds_of_data, takes_of
 from shardway.runfile.blend import BlendEntry
-from shardway.runfile.schema import DataSection, RunFile
+from shardway.runfile.load import DEFAULT
+from shardway.runfile.schema import STDLIB, DataSection, RunFile
 
 if TYPE_CHECKING:
     from shardway.data.formats.base import Records
@@ -119,6 +120,25 @@ def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:
             remedy="set model.vocab to a number of tokens",
         )
     return (section.seq_len,), 256 if section.tokenizer == "bytes" else open_tokenizer(section.tokenizer).vocab
+
+
+def open_resolved(resolved: Resolved) -> Data:
+    """The data of a run that is to train, for its model. Raises UserError also where data.kind is not set and a
+    file is of another kind than its default."""
+    values, section = resolved.values, resolved.values.data
+    if resolved.origins["data.kind"] == DEFAULT and section.kind == "text":
+        places = [
+            DataPath(f"data.blend[{number}].path", entry.path)
+            for number, entry in enumerate(section.blend)
+            if not entry.kind
+        ] or [DataPath("data.path", section.path)]
+        places += [DataPath("data.validation", section.validation)] if section.validation else []
+        for place in places:
+            if place.text != STDLIB and "://" not in place.text:
+                from shardway.data.detect import check_is_text
+
+                check_is_text(place)
+    return open_described(values)
 
 
 def open_described(values: RunFile) -> Data:

@@ -40,7 +40,7 @@ from torch import nn
 from shardway.checkpoint.catalog import find_tie
 from shardway.checkpoint.state import KeptObjects
 from shardway.checkpoint.writer import check_savable
-from shardway.data.open import Data, open_described
+from shardway.data.open import Data, open_resolved
 from shardway.data.sources.base import ConcatSource, DataSource
 from shardway.errors import JobError, UserError
 from shardway.models.build import build_model
@@ -712,7 +712,7 @@ def _write_report(directory: RunDir) -> None:
 def train_run(run: LiveRun) -> RunOutcome:
     """Train what the run file of an open run describes."""
     # The data are opened by rank 0 first, which prepares the files for the others.
-    data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
+    data = run.session.ranks.first_then_all(lambda: open_resolved(run.resolved))
     if run.resolved.values.train.tune == "auto":
         from shardway.train.tune import tune  # what is not measured need not be there
 

@@ -48,7 +48,7 @@ from shardway.checkpoint.local_tier import ShardStore
 from shardway.checkpoint.reader import load_from, load_latest, nothing_whole
 from shardway.checkpoint.state import MODEL, Trained, count_bytes
 from shardway.checkpoint.writer import Content, shared_place, write_checkpoint
-from shardway.data.open import open_described
+from shardway.data.open import open_resolved
 from shardway.errors import Bug, JobError, Problem, UserError, check_no_problems
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
@@ -374,7 +374,7 @@ def import_on(ranks: Ranks, resolution: Resolution, wanted: ImportRequest) -> Im
     target = resolution.directory.path
     ranks.together(lambda: _check_free(target))
     source = ranks.together(lambda: open_source(wanted.source, wanted.step))
-    data = ranks.first_then_all(lambda: open_described(resolution.resolved.values))
+    data = ranks.first_then_all(lambda: open_resolved(resolution.resolved))
     resolved = resolve_with_data(resolution.resolved, data.facts)
     ranks.together(lambda: _check_run(source, resolved, wanted))
     facts, values = data.train.facts, resolved.values
