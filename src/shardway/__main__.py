@@ -1,5 +1,5 @@
 """`python -m shardway`: the same as the command `shardway`."""
 
-from shardway.cli.main import main
+from shardway.cli.entry import main
 
 main()

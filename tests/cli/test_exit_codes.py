@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,36 @@ def test_the_process_ends_with_the_code() -> None:
     done = start("config", "explain", "train.stpes", capture_output=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("shardway: there is no key train.stpes;")
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+
+for name in [name for name in sys.modules if name.split(".")[0] in ("typer", "shardway")]:
+    del sys.modules[name]
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["shardway", "train"]
+"""
+ENTRIES = ("runpy.run_module('shardway', run_name='__main__')", "from shardway.cli.entry import main; main()")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_signal_while_the_command_is_imported_ends_it_as_ever(entry: str) -> None:
+    command = [sys.executable, "-c", f"{INTERRUPTED}\n{entry}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "shardway: ended at once by a signal\n")
+    assert main.EXIT_KILLED == 130
+
+
+def test_the_command_and_the_module_have_one_entry() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"shardway": "shardway.cli.entry:main"}
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:
