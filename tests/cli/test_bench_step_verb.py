@@ -137,6 +137,16 @@ def test_every_mistake_is_reported_before_a_step(shardway: Shardway, tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("more", "allowed"), [((), "0"), (("--nproc", "2"), "0 to 1")])
+def test_a_rank_that_the_run_has_not_is_refused_before_a_step(
+    more: tuple[str, ...], allowed: str, shardway: Shardway, tmp_path: Path
+) -> None:
+    for words in (WORDS, ("profile", *TINY)):
+        ended = shardway(*words, "--rank", "5", *more)
+        refused(ended, "--rank (command line): 5 is no rank of this run, which has", f"allowed: {allowed}\n")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_site_without_measured_ceilings_is_refused(shardway: Shardway, tmp_path: Path) -> None:
     ended = shardway(*WORDS, "--site", "leonardo-booster")
     refused(

@@ -103,6 +103,16 @@ def test_a_name_that_no_folder_can_have_is_no_run(verb: str, shardway: Shardway)
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [(("report", "."), 'no run in "."'), (("report", ""), 'no run in "."'), (("status", ""), "no run ''.")],
+)
+def test_a_place_without_a_run_stands_in_quotes(words: tuple[str, ...], said: str, shardway: Shardway) -> None:
+    ended = shardway(*words)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"shardway: there is {said}")
+
+
+@pytest.mark.parametrize(
     ("number", "code", "words"),
     [
         (errno.EACCES, 4, "/place cannot be written: Permission denied.\n  To do: ask its owner for permission"),

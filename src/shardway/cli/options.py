@@ -183,7 +183,9 @@ def find_run(path: Path | None) -> RunDir:
         return RunDir(Path(known.run))
     runs = list_runs(root) or [*filter(None, [find_run_around(root)])]
     if not runs:
-        raise UserError(f"there is no run in {root}.\n  To do: name a run directory, or start a run: `shardway train`.")
+        raise UserError(
+            f'there is no run in "{root}".\n  To do: name a run directory, or start a run: `shardway train`.'
+        )
     if len(runs) > 1:
         names = "\n".join(f"    {run}" for run in runs)
         raise UserError(f"{root} holds {len(runs)} runs; name one of them:\n{names}")

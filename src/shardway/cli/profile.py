@@ -7,6 +7,7 @@ the steps, schedule and layout of the other.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from typing import Annotated, Any
 import typer
 
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_json, read_request
-from shardway.errors import legible
+from shardway.errors import Problem, check_no_problems, legible
+from shardway.ranks.launcher import find_placement
 from shardway.rundir.directory import RunDir
 from shardway.runfile.capture import MOST_STEPS, WITHOUT_EXTRAS
+from shardway.runfile.load import COMMAND_LINE
+from shardway.units import render_plural
 
 _EDGES = 2
 """The analysis leaves out the first and the last of the captured steps, so these are captured besides."""
@@ -91,9 +95,13 @@ def capture_steps(
     to_stderr: bool,
 ) -> CapturedSteps:
     """Train in a directory of its own (that of the run with `suffix`, if none is given) and capture `steps` after
-    `after` others. Raises as `shardway train`."""
+    `after` others. Raises as `shardway train`, and UserError for a rank that the run has not."""
     from shardway.cli.train import train
 
+    ranks = nproc or find_placement(os.environ).world
+    if rank is not None and rank >= ranks:
+        what, allowed = f"{rank} is no rank of this run, which has {render_plural(ranks, 'rank')}", f"0 to {ranks - 1}"
+        check_no_problems("the command line", [Problem("--rank", what, COMMAND_LINE, allowed if ranks > 1 else "0")])
     place = directory
     if place is None:
         from shardway.resolve.request import resolve_request

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -155,7 +156,7 @@ def _describe_unknown(word: str, name: str, candidates: Sequence[Known], jobs: _
     """Why no run is meant, what was looked through, and what is close."""
     from difflib import get_close_matches
 
-    yield f"there is no run {word}."
+    yield f"there is no run {shlex.quote(word)}."
     if _JobName.parse(name) is not None:
         yield f"  It may be the id of a job, but none of {_count(len(candidates), 'known run')} has had a job {name}."
         if jobs.seen:
