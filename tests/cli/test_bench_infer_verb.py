@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
+import stat
 import subprocess
 import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from shardway.bench.inference.backends import EngineFacts
 from shardway.bench.inference.results import FIELDS
 from shardway.bench.inference.utilisation import Peaks
 from shardway.bench.roofline import RoofCeilings
+from shardway.cli import bench_options
 from shardway.cli.bench_infer import PeakWords, stdout_as_stderr
 from shardway.errors import UserError
 
@@ -55,6 +60,42 @@ def test_a_sweep_is_printed_appended_and_drawn(shardway: Shardway, tmp_path: Pat
     assert [row["run_name"] for row in rows] == ["default"] * 4 + ["again"] * 4
     assert set(FIELDS["one-batch"]) <= set(rows[0])
     assert (rows[0]["settings"]["prefill_ms"], rows[0]["warmup"]) == (2.0, "the first combination, at most 32 outputs")
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("verb", ["one-batch", "compare"])
+def test_a_pipe_is_written_to_and_a_link_is_followed(
+    option: str, verb: str, shardway: Shardway, tmp_path: Path
+) -> None:
+    once = (*QUICK, "--batch-size", "1", "--input-len", "8", "--output-len", "1")
+    words = ("bench", "infer", verb, *((str(RECORDED / "vllm-throughput.json"),) if verb == "compare" else once))
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "kept" / "result"
+    os.mkfifo(pipe)
+    target.parent.mkdir()
+    target.write_text("old")
+    link.symlink_to("kept/result")
+    held = os.open(pipe, os.O_RDWR)  # until it is closed a reader neither waits to open the pipe nor finds its end
+    with pipe.open() as stream, ThreadPoolExecutor(1) as pool:
+        read = pool.submit(stream.read)
+        try:
+            ended = shardway(*words, option, "pipe")
+        finally:
+            os.close(held)
+    assert (ended.code, stat.S_ISFIFO(os.stat(pipe).st_mode)) == (0, True), ended
+    assert read.result()
+    assert shardway(*words, option, "link").code == 0
+    assert link.is_symlink()
+    assert target.read_text() not in ("", "old")
+    assert [path.name for path in target.parent.iterdir()] == ["result"]
+
+
+def test_a_result_that_finds_no_room_is_told(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(bench_options, "write_named", fail)
+    ended = shardway("bench", "infer", "compare", str(RECORDED / "vllm-throughput.json"), "--html", "page.html")
+    assert (ended.code, "page.html cannot be written: No space left on device." in ended.err) == (3, True), ended
 
 
 def test_throughput_states_input_and_output_apart(shardway: Shardway) -> None:

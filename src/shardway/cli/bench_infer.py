@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.bench_options import ORIGIN, BenchOutputs, JsonFileOption
+from shardway.cli.bench_options import ORIGIN, BenchOutputs, JsonFileOption, write_facts, write_result
 from shardway.cli.main import uncollected
 from shardway.cli.options import complete_site, print_json
 from shardway.errors import Problem, ShardwayError, UserError, check_no_problems, legible
 from shardway.hardware.catalogue import DTYPES, find_accelerator
 from shardway.plugins import is_registered, list_names, load_plugin
 from shardway.ranks.launcher import find_placement
-from shardway.rundir.file_io import write_json, write_whole
 
 if TYPE_CHECKING:
     from shardway.bench.inference.backends import EngineRequest, InferenceBackend, OpenedEngine
@@ -132,9 +131,9 @@ class InferOutputs:
         if alone:
             print_json(facts)
         elif self.json is not None:
-            write_json(Path(self.json), facts, durable=False)
+            write_facts(self.json, facts)
         if self.html is not None:
-            write_whole(Path(self.html), render_page([recognise_row(row) for row in rows]), durable=False)
+            write_result(self.html, render_page([recognise_row(row) for row in rows]))
             typer.echo(f"wrote {legible(self.html)}", err=alone)
         if self.rows is not None:
             typer.echo(f"appended {render_plural(len(rows), 'result')} to {legible(self.rows)}", err=alone)

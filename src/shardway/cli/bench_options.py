@@ -19,10 +19,11 @@ import typer
 
 from shardway.cli.main import uncollected
 from shardway.cli.options import complete_site, print_json
-from shardway.errors import Problem, UserError, legible
+from shardway.errors import Problem, SiteError, UserError, legible
 from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.launcher import Placement
-from shardway.rundir.file_io import write_json, write_whole
+from shardway.refusals import find_remedy
+from shardway.rundir.file_io import render_json, write_named
 
 if TYPE_CHECKING:
     from shardway.ranks.start import Ranks
@@ -160,9 +161,9 @@ class BenchOutputs:
         else:
             typer.echo(legible(text()))
             if self.json is not None:
-                write_json(Path(self.json), facts(), durable=False)
+                write_facts(self.json, facts())
         if self.html is not None and page is not None:
-            write_whole(Path(self.html), page(), durable=False)
+            write_result(self.html, page())
             typer.echo(f"wrote {legible(self.html)}", err=self.json == "-")
 
     def keep(self, render: Callable[[str, SiteProfile, str, datetime.date], str]) -> None:
@@ -187,9 +188,26 @@ def _describe_wrong_target(target: str) -> str:
         return f'"{target}" is no file'
     if path.is_dir():
         return f"{target} is a folder"
-    if not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist"
-    return "" if os.access(path.parent, os.W_OK | os.X_OK) else f"the folder {path.parent} cannot be written"
+    if path.exists() and not path.is_file():  # a device or a pipe, which is not replaced
+        return "" if os.access(path, os.W_OK) else f"{target} cannot be written"
+    folder = path.parent if not path.is_symlink() else path.resolve().parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"the folder {folder} cannot be written"
+
+
+def write_facts(target: str, facts: Mapping[str, Any]) -> None:
+    """Write facts as strict JSON to a file that an option names. Raises SiteError."""
+    write_result(target, render_json(facts, indent=1) + "\n")
+
+
+def write_result(target: str, text: str) -> None:
+    """Write a file that an option names. Raises SiteError where the file system refuses it."""
+    try:
+        write_named(Path(target), text)
+    except OSError as error:
+        what = f"{target} cannot be written: {error.strerror}."
+        raise SiteError(f"{what}\n  To do: {find_remedy(error, 'name another place')}.") from error
 
 
 # --- ranks of a launch

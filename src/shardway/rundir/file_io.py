@@ -3,6 +3,7 @@
 Invariants:
 - After `write_whole` returns, the file has the new content even across a power cut (if `durable`); if it raises, the
   file has the old content.
+- `write_named` replaces regular files alone: a link stays, and a device or a pipe takes the text itself.
 - "Absent" means that the file system answered so. A file system that does not answer (a server that is gone, a lost
   mount) is a JobError: what counts as absent may be made anew, and what counts as damaged set aside.
 - `refusals` turns an OSError into a JobError with a remedy, and passes every other error on.
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
@@ -54,6 +56,23 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
         os.replace(temporary, path)
     if durable:
         fsync_folder(path.parent)
+
+
+_OPEN_FILES = ("/dev/std", "/dev/fd/", "/proc/")
+"""How names of files begin that are open already: another file in their place would be written in vain."""
+
+
+def write_named(path: Path, text: str) -> None:
+    """Write a file that a user has named: whole, where it is a regular file or none yet. Raises OSError."""
+    try:
+        is_regular = stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        is_regular = True
+    if is_regular and not str(path).startswith(_OPEN_FILES):
+        write_whole(Path(os.path.realpath(path)), text, durable=False)
+    else:
+        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
 
 
 def write_new(path: Path, text: str) -> bool:
