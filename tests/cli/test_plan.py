@@ -14,6 +14,9 @@ from page_tables import check_block
 from shardway.hardware.catalogue import load_accelerators
 from shardway.plan import counted
 from shardway.plan.case import load_aliases, machine_of_part
+from shardway.plugins import list_names
+from shardway.ranks.doctor.examine import read_wanted
+from shardway.resolve.request import parse_words, resolve_request
 
 A100 = ("--gpu", "a100-sxm4-80gb")
 EXAMPLE = ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--tokens", "100e9")
@@ -463,6 +466,18 @@ def test_a_plan_needs_no_data(run_file: str, says: str, trace: bool, shardway: S
     assert (done.code, done.err) == (0, "")
     if trace or "convnet" in run_file:
         assert says in " ".join(done.out.split())
+
+
+@pytest.mark.parametrize("name", list_names("optimizers"))
+def test_a_checkpoint_has_the_states_of_the_optimizer(name: str, shardway: Shardway, tmp_path: Path) -> None:
+    """`shardway doctor` states the same size."""
+    model = '[model]\ndim = 1024\nlayers = 8\nheads = 8\nvocab = 32000\n[data]\nkind = "synthetic"\n'
+    (tmp_path / "run.toml").write_text(f"format = 1\n{model}[train]\nsteps = 1000\n", encoding="utf-8")
+    words = ["run.toml", f"optim.name={name}", "optim.lr=1e-3"]
+    size = read_wanted(resolve_request(parse_words(words))).checkpoint_bytes
+    facts = json.loads(shardway("plan", *words, "--gpu", "h100", "--json").out)
+    assert size is not None
+    assert f"a checkpoint of {size / 1e9:,.3g} GB" in " ".join(facts["assumed"])
 
 
 def test_a_vocabulary_that_nothing_says_is_asked_for(shardway: Shardway, tmp_path: Path) -> None:

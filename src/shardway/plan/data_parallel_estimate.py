@@ -20,7 +20,7 @@ from shardway.errors import Problem, check_no_problems
 from shardway.plan import text, time
 from shardway.plan.case import Machine, Precision, ceilings_of
 from shardway.plan.economy import JobTerms, RunEstimate, list_warnings, price_run
-from shardway.plan.memory import StageMemory, load_overheads, optimizer_bytes
+from shardway.plan.memory import StageMemory, checkpoint_bytes, load_overheads, optimizer_bytes
 from shardway.plan.planner import (
     MOST_MICRO_BATCH,
     NEAR,
@@ -172,8 +172,8 @@ def plan_units(
     shown, run = estimate_units(case, machine), None
     if shown.fits and length:
         scale = Scale(BatchRamp.of(case.global_batch), tokens_per_sample, 1)
-        seconds, parameters = shown.time.seconds, case.model.parameters
-        run, note = price_run(length, scale, seconds, parameters, world, machine, terms)
+        saved = checkpoint_bytes(case.model.parameters, STATE_BYTES, case.optimizer)
+        run, note = price_run(length, scale, shown.time.seconds, saved, world, machine, terms)
         assumed = (*assumed, note)
     return UnitPlanResult(shown, terms, run, assumed, list_warnings(terms, -(-world // machine.per_node)))
 

@@ -246,7 +246,6 @@ def estimate_run(request: RunRequest) -> RunEstimate:
 
 # --- the terms of a site, and the run of a plan under them
 
-SAVED_BYTES = 12  # bytes of a parameter in a checkpoint: fp32 with two moments
 WRITE_RATE = 1e9  # bytes per second that a node writes to the shared file system
 MOST_WRITE_RATE = 50e9
 START_SECONDS = 180.0  # seconds from the start of a job to its first step: imports, communicators, kernel compilation
@@ -289,10 +288,10 @@ def terms_of(site: SiteProfile | None, name: str | None, price: Price | None, no
     )
 
 
-def assume_saving(parameters: int, nodes: int, wall_seconds: float | None) -> tuple[Faults, Slot | None, str]:
-    """The cost of saves and failures, a job of this wall-time, and the sentence with the reason. Weights and moments in
-    fp32 are written by all nodes at once while training stands still; after a failure the job restarts and loads."""
-    size, rate = parameters * SAVED_BYTES, min(nodes * WRITE_RATE, MOST_WRITE_RATE)
+def assume_saving(size: float, nodes: int, wall_seconds: float | None) -> tuple[Faults, Slot | None, str]:
+    """The cost of failures and of saves of `size` bytes, a job of this wall-time, and the sentence with the reason. All
+    nodes write at once while training stands still; after a failure the job restarts and loads."""
+    rate = min(nodes * WRITE_RATE, MOST_WRITE_RATE)
     note = (
         f"a checkpoint of {size / 1e9:,.3g} GB takes {size / rate:,.3g} s ({WRITE_RATE / 1e9:g} GB/s a node, at most "
         f"{MOST_WRITE_RATE / 1e9:g}); a start takes {START_SECONDS:g} s, and {NOTICE_SECONDS:g} s more after a failure"
@@ -305,12 +304,12 @@ def assume_saving(parameters: int, nodes: int, wall_seconds: float | None) -> tu
 
 
 def price_run(
-    length: Span, scale: Scale, step_seconds: float, parameters: int, ranks: int, machine: Machine, terms: JobTerms
+    length: Span, scale: Scale, step_seconds: float, saved_bytes: float, ranks: int, machine: Machine, terms: JobTerms
 ) -> tuple[RunEstimate, str]:
-    """Days, jobs, failures, hours, energy, money; and what is assumed about checkpoints. Raises UserError if the run
-    would never end."""
+    """Days, jobs, failures, hours, energy, money; and what is assumed about checkpoints of `saved_bytes`. Raises
+    UserError if the run would never end."""
     watts = machine.accelerator.power_w
-    faults, slot, note = assume_saving(parameters, -(-ranks // machine.per_node), terms.wall_seconds)
+    faults, slot, note = assume_saving(saved_bytes, -(-ranks // machine.per_node), terms.wall_seconds)
     request = RunRequest(
         step_seconds=step_seconds,
         length=length,

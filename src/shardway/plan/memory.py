@@ -344,6 +344,11 @@ def optimizer_bytes(name: str) -> float:
     return float(load_plugin("optimizers", name).state_bytes)
 
 
+def checkpoint_bytes(parameters: int, weight_bytes: int, optimizer: str) -> float:
+    """Bytes of a checkpoint: the trained weights as the optimizer updates them, and their states."""
+    return parameters * (weight_bytes + optimizer_bytes(optimizer))
+
+
 SUMMED_BYTES = 4  # bytes of a gradient of gathered weights while it is summed
 
 MEMORY_ITEMS: Mapping[str, str] = {

@@ -46,6 +46,7 @@ from shardway.plan.economy import JobTerms, Price, RunEstimate, list_warnings, p
 from shardway.plan.memory import (
     BetweenSteps,
     StageMemory,
+    checkpoint_bytes,
     estimate_between_steps,
     estimate_memory,
     estimate_peak,
@@ -876,10 +877,10 @@ def make_plan(request: PlanRequest, terms: JobTerms | None = None) -> PlanResult
     changes = tuple(change for change in changes if change.estimate.case != shown.case)
     warnings, assumed, run, case = list_warnings(terms, request.nodes), request.assumed, None, shown.case
     if found.best and request.length:
-        scale, parameters = Scale(BatchRamp.of(case.global_batch), case.seq_len, 1), case.model.trained_parameters
-        step = shown.time.seconds
+        scale, step = Scale(BatchRamp.of(case.global_batch), case.seq_len, 1), shown.time.seconds
+        saved = checkpoint_bytes(case.model.trained_parameters, case.kept_weight_bytes, case.optimizer)
         try:
-            run, note = price_run(request.length, scale, step, parameters, request.world, shown.machine, terms)
+            run, note = price_run(request.length, scale, step, saved, request.world, shown.machine, terms)
             assumed = (*assumed, note)
         except UserError as error:
             warnings = (*warnings, f"the whole run cannot be planned: {render_reason(str(error))}")

@@ -150,7 +150,7 @@ def count_kept_for_ever(values: RunFile) -> int:
 
 def _estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None:
     """Bytes of one checkpoint: trained weights of the whole model and their states; None where unknown."""
-    from shardway.plan.memory import optimizer_bytes
+    from shardway.plan.memory import checkpoint_bytes
     from shardway.resolve.planned import shape_of_run
 
     try:
@@ -158,7 +158,7 @@ def _estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | Non
     except ShardwayError:
         return None
     weights = 2 if values.precision.weights == "bf16" else 4
-    return float(shape.trained_parameters) * (weights + optimizer_bytes(values.optim.name))
+    return checkpoint_bytes(shape.trained_parameters, weights, values.optim.name)
 
 
 # --- checks side by side, each within its own time
