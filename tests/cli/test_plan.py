@@ -223,6 +223,7 @@ REFUSED = {
     "tokens-that-are-none": ("llama3-8b", *A100, "--tokens", "many"),
     "two-lengths": ("llama3-8b", *A100, "--tokens", "1e9", "--steps", "5"),
     "price-without-a-currency": ("llama3-8b", *A100, "--price", "2.5"),
+    "price-that-is-too-high": ("llama3-8b", *A100, "--price", "9e300 EUR"),
     "unknown-topic": ("llama3-8b", *A100, "--explain", "cost"),
     "curve-that-is-none": ("llama3-8b", *A100, "--curve", "0,2"),
     "unknown-library": ("llama3-8b", *A100, "--emit", "colossal"),

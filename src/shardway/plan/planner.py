@@ -676,6 +676,9 @@ def parse_length(tokens: str | None, steps: int | None) -> Span | None:
     return Span(value, "tokens")
 
 
+MOST_PRICE = 1e9  # of one accelerator for an hour, in any currency
+
+
 def parse_price(text: str | None) -> Price | None:
     """A price in a string such as "2.5 EUR". Raises UserError."""
     if text is None:
@@ -686,8 +689,9 @@ def parse_price(text: str | None) -> Price | None:
         value = float(digits)
     except ValueError:
         value = -1.0
-    if not 0 <= value < math.inf or not currency:
-        raise refuse("--price", f'"{text}" is no price', 'a number and a currency, such as "2.5 EUR"')
+    if not 0 <= value <= MOST_PRICE or not currency:
+        allowed = 'a number up to 1e9 and a currency, such as "2.5 EUR"'
+        raise refuse("--price", f'"{text}" is no price', allowed)
     return Price(per_gpu_hour=value, currency=currency)
 
 
