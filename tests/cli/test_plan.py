@@ -220,6 +220,7 @@ REFUSED = {
     "heads-that-do-not-divide": ("gpt2-xl", *A100, "--layout", "tp=2"),
     "experts-of-a-dense-model": ("llama3-8b", *A100, "--layout", "ep=2"),
     "batch-that-no-layout-takes": ("llama3-8b", *A100, "--global-batch", "7", "--layout", "dp_shard=8"),
+    "samples-that-no-ranks-share": ("resnet-50", *A100, "--gpus", "16", "--global-batch", "7"),
     "tokens-that-are-none": ("llama3-8b", *A100, "--tokens", "many"),
     "two-lengths": ("llama3-8b", *A100, "--tokens", "1e9", "--steps", "5"),
     "price-without-a-currency": ("llama3-8b", *A100, "--price", "2.5"),
@@ -479,6 +480,22 @@ def test_a_checkpoint_has_the_states_of_the_optimizer(name: str, shardway: Shard
     facts = json.loads(shardway("plan", *words, "--gpu", "h100", "--json").out)
     assert size is not None
     assert f"a checkpoint of {size / 1e9:,.3g} GB" in " ".join(facts["assumed"])
+
+
+@pytest.mark.parametrize(
+    ("words", "batch"),
+    [
+        (("resnet-50", "--gpus", "4100"), "4,100 samples"),
+        (("vit-b16", "--gpus", "4100"), "4,100 images"),
+        (("llama3-8b", "--gpus", "400000"), "3,125 sequences"),
+        (("llama3-8b", "--gpus", "4100"), "410 sequences"),
+    ],
+)
+def test_a_batch_that_is_assumed_is_one_that_the_ranks_can_have(
+    words: tuple[str, ...], batch: str, shardway: Shardway
+) -> None:
+    done = shardway("plan", *words, "--gpu", "h100", "--steps", "10")
+    assert (done.code, f"a global batch of {batch}" in done.out) == (0, True), done
 
 
 def test_a_vocabulary_that_nothing_says_is_asked_for(shardway: Shardway, tmp_path: Path) -> None:

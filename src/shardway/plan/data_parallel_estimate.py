@@ -25,13 +25,14 @@ from shardway.plan.planner import (
     MOST_MICRO_BATCH,
     NEAR,
     PlanOptions,
-    assume_images,
     assume_nodes,
+    assume_samples,
     assume_sequences,
     assume_tokens_of,
     count_ranks,
     find_problems,
     holds,
+    refuse,
 )
 from shardway.plan.shapes import Measured
 from shardway.plan.time import CollectiveGroup, StepTime, Wires
@@ -200,7 +201,11 @@ def find_plan_of_units(
     ranks, notes = count_ranks(options, machine), [*machine.assumed, *assume_nodes(options), *assumed]
     active = min(model.parameters, round(model.forward_flops_per_sample / (2 * max(1, seq_len))))
     each = ranks * (options.micro_batch or 1)
-    batch = assume_sequences(active, seq_len, each) if seq_len else assume_images(each)
+    batch = assume_sequences(active, seq_len, each, shared=False) if seq_len else assume_samples(each)
+    if options.global_batch and options.global_batch % each:
+        where = f"{ranks:,} ranks in micro-batches of {options.micro_batch or 1}"
+        what, allowed = f"{options.global_batch:,} samples do not split over {where}", f"a multiple of {each:,}"
+        raise refuse("--global-batch", what, allowed)
     length = options.length
     notes += [] if options.global_batch else [batch.note]
     if length is None and seq_len:

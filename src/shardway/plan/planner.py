@@ -531,7 +531,7 @@ def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
 # --- what is assumed if the user does not say it: sequence, batch, length
 
 USUAL_SEQ = 4096
-USUAL_IMAGES = 4096
+USUAL_SAMPLES = 4096
 BATCH_TOKENS = ((1e9, 0.5e6), (5e9, 1e6), (20e9, 2e6))
 """(Parameters, tokens): up to so many parameters a batch of so many tokens is usual."""
 LARGE_BATCH_TOKENS = 3.2e6
@@ -562,23 +562,34 @@ def assume_seq_len_of(longest: int) -> Assumed:
 
 
 def assume_batch(model: Architecture, seq_len: int, ranks: int) -> Assumed:
-    """A usual batch in sequences, a multiple of the ranks if it is large enough."""
-    return assume_images(ranks) if model.patch_features else assume_sequences(model.active_parameters, seq_len, ranks)
+    """A usual batch in sequences, a multiple of the ranks if it is large enough; of images at least the ranks."""
+    if model.patch_features:
+        return assume_samples(ranks, "images")
+    return assume_sequences(model.active_parameters, seq_len, ranks)
 
 
-def assume_images(ranks: int) -> Assumed:
-    """A usual batch of samples that are no text."""
-    batch = _split_over(USUAL_IMAGES, ranks)
-    return Assumed(batch, f"a global batch of {batch:,} images, about {USUAL_IMAGES:,} (--global-batch)")
+def assume_samples(ranks: int, noun: str = "samples") -> Assumed:
+    """A usual batch of samples that are no text, which no ranks share."""
+    if ranks > USUAL_SAMPLES:
+        return _assume_one_each(ranks, noun)
+    batch = _split_over(USUAL_SAMPLES, ranks)
+    return Assumed(batch, f"a global batch of {batch:,} {noun}, about {USUAL_SAMPLES:,} (--global-batch)")
 
 
-def assume_sequences(active: int, seq_len: int, ranks: int) -> Assumed:
-    """A usual batch in sequences for a model with so many parameters that a token meets."""
+def assume_sequences(active: int, seq_len: int, ranks: int, *, shared: bool = True) -> Assumed:
+    """A usual batch in sequences for a model with so many parameters that a token meets; `shared`: several ranks may
+    work on one sequence."""
     sizes = (tokens for parameters, tokens in BATCH_TOKENS if active <= parameters)
     tokens = next(sizes, LARGE_BATCH_TOKENS)
+    if not shared and ranks > tokens / seq_len:
+        return _assume_one_each(ranks, "sequences")
     batch = _split_over(tokens / seq_len, ranks)
     note = f"a global batch of {batch:,} sequences, near the {tokens / 1e6:g} M tokens that GPT-3 had at this size"
     return Assumed(batch, f"{note} (--global-batch)")
+
+
+def _assume_one_each(ranks: int, noun: str) -> Assumed:
+    return Assumed(ranks, f"a global batch of {ranks:,} {noun}, the least for so many ranks (--global-batch)")
 
 
 def _split_over(batch: float, ranks: int) -> int:
@@ -758,12 +769,11 @@ def request_of(options: PlanOptions, model: Architecture, machine: Machine) -> P
     taken = math.prod(size for name, size in options.layout.items() if name in ("cp", "tp", "pp"))
     batch = assume_batch(model, seq_len, ranks // taken * (options.micro_batch or 1) if ranks % taken == 0 else ranks)
     assumed += [] if options.seq_len else [seq.note]
-    assumed += [] if options.global_batch else [batch.note]
-    length = options.length
+    length, later = options.length, list[str]()
     if length is None and not model.patch_features:
         tokens = assume_tokens(model)
         length = Span(float(tokens.value), "tokens")
-        assumed.append(tokens.note)
+        later = [tokens.note]
     engine, degrees = find_engine(options.engine or "shardway"), Degrees(**options.layout)
     ours = engine.name == "shardway"
     usual = "bf16" if machine.accelerator.peak("bf16") else "fp16"
@@ -792,7 +802,24 @@ def request_of(options: PlanOptions, model: Architecture, machine: Machine) -> P
     )
     fixed = {name for name in (*SETTINGS, "offload") if getattr(options, name) is not None} | {*options.layout}
     formats = cast(tuple[Precision, ...], options.precisions)
-    return PlanRequest(case, machine, ranks, frozenset(fixed), formats, length=length, assumed=tuple(assumed))
+    request = PlanRequest(case, machine, ranks, frozenset(fixed), formats, length=length)
+    if not options.global_batch:
+        batch = _find_shareable(request, batch)
+        request = replace(request, case=replace(case, global_batch=batch.value))
+        assumed.append(batch.note)
+    return replace(request, assumed=(*assumed, *later))
+
+
+def _find_shareable(request: PlanRequest, usual: Assumed) -> Assumed:
+    """The usual batch, or the least above it of which some layout gives each rank a part; the usual one if none."""
+    unit = request.case.degrees.data * request.case.micro_batch
+    more = divisors(request.world * request.case.micro_batch)
+    for size in (usual.value, *(each for each in more if each > usual.value and each % unit == 0)):
+        tried = replace(request, case=replace(request.case, global_batch=size))
+        if any(next(list_ways(tried, degrees), None) for degrees in list_degrees(tried)):
+            least = f"a global batch of {size:,} sequences, the least that {request.world:,} ranks can share"
+            return usual if size == usual.value else Assumed(size, f"{least} (--global-batch)")
+    return usual
 
 
 def find_excess(options: PlanOptions, longest: int, sample: str) -> Iterator[Problem]:
