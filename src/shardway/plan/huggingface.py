@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
@@ -101,9 +101,8 @@ class Keys:
         return (1,)
 
     def fill(self, **defaults: Any) -> Keys:
-        """The same keys, with the library's values for those that are missing."""
-        given = {key: value for key, value in self.config.items() if value is not None}
-        filled = Keys({**defaults, **given}, self.name, self._origin)
+        """The same keys, with the library's values for those that are absent; null is a value of its own there."""
+        filled = Keys({**defaults, **self.config}, self.name, self._origin)
         filled.problems = self.problems
         return filled
 
@@ -234,7 +233,8 @@ class DecoderFamily:
 
     `bias` is about queries, keys and values; `bias_key`: the key, with the library's default, that sets the biases in
     `biases`; `norm_bias`: norms are layer norms with a bias; `norm_vectors` is 0 if norms have no parameters; `tied`:
-    whether embedding and head are one if the config does not say.
+    whether embedding and head are one if the config does not say; `defaults`: the library's values of absent keys,
+    where they are not those that the code here has for a missing key.
     """
 
     gated: bool = True
@@ -259,9 +259,11 @@ class DecoderFamily:
     experts: Callable[[Keys, FamilySizes], ExpertsShape] | None = None
     sparse: Callable[[Keys, int], tuple[bool, ...]] | None = None  # which layers have the experts; None: all
     ffn_factor: int = 0  # the default width of the feed-forward layer over that of the stream; 0: it has none
+    defaults: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self, keys: Keys, sizes: FamilySizes | None = None, latent: Latent | None = None) -> Architecture:
         """The architecture of a config. Raises UserError that names every key that is missing or invalid."""
+        keys = keys.fill(**self.defaults)
         biases: dict[str, Any] = dict.fromkeys(self.biases, keys.flag(*self.bias_key)) if self.bias_key else {}
         if self.ffn_bias_key:
             biases["ffn_bias"] = keys.flag(self.ffn_bias_key)
@@ -352,6 +354,9 @@ def _read_experts(keys: Keys, dim: int, *per_token: str, **more: Any) -> Experts
 
 def _deepseek(keys: Keys) -> Architecture:
     """Latent attention, and experts from layer `first_k_dense_replace` on."""
+    for name in ("q_lora_rank", "n_shared_experts", "first_k_dense_replace"):
+        if name not in keys.config:  # null is a value: no rank, no experts, no dense layers
+            keys.refuse(name, "is missing", f"an integer, 0 to {LARGEST:,}, or null", "correct the config.json")
     width = keys.size("moe_intermediate_size")
     sizes = replace(read_sizes(keys), head_dim=keys.size("qk_nope_head_dim"))
     latent = Latent(
@@ -397,11 +402,12 @@ def _mpt(keys: Keys) -> Architecture:
 
 
 def _falcon(keys: Keys) -> Architecture:
+    keys = keys.fill(multi_query=True, parallel_attn=True)
     sizes = read_sizes(keys, ffn_factor=4)
-    newer, parallel = keys.flag("new_decoder_architecture"), keys.flag("parallel_attn", True)
+    newer, parallel = keys.flag("new_decoder_architecture"), keys.flag("parallel_attn")
     heads = keys.size("num_kv_heads", "n_head_kv", default=sizes.heads)
     if not newer:
-        heads = 1 if keys.flag("multi_query", True) else sizes.heads
+        heads = 1 if keys.flag("multi_query") else sizes.heads
     norms = 2 if not parallel else keys.size("num_ln_in_parallel_attn", default=2 if newer else 1)
     family = replace(_GPT, bias_key=("bias", False), biases=_ALL_BIASES, norms=norms)
     return family(keys, replace(sizes, kv_heads=heads))
@@ -455,9 +461,18 @@ def _siglip_parameters(keys: Keys) -> int:
     return patches + (image // patch) ** 2 * width + layers * layer.parameters + 2 * width
 
 
-_MISTRAL = DecoderFamily(bias_key=None, windows=read_windows)
+def _deepseek_v2(keys: Keys) -> Architecture:
+    return _deepseek(keys.fill(q_lora_rank=1536, n_shared_experts=2, first_k_dense_replace=0))
+
+
+def _deepseek_v3(keys: Keys) -> Architecture:
+    return _deepseek(keys.fill(q_lora_rank=1536, n_shared_experts=1, first_k_dense_replace=3))
+
+
+_PHI3 = DecoderFamily(bias_key=None, windows=read_windows)
 _OLMO2 = DecoderFamily(qk_norm=True, qk_norm_whole=True, windows=read_windows)
 _QWEN3 = DecoderFamily(qk_norm=True, windows=_qwen_windows)
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
 
 # --- families that are no text decoders: BERT, T5, vision transformers, residual networks
@@ -598,13 +613,18 @@ FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
     "bert": _bert,
     # positions are biases of the scores, without parameters; a norm follows the embedding
     "bloom": replace(_GPT, embedding_norm=True, ffn_factor=4),
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek,  # DeepSeek's layers under a name of its own (arXiv:2507.20534, section 2.3)
     "falcon": _falcon,
-    "gemma": DecoderFamily(tied=True),
+    "gemma": DecoderFamily(tied=True, defaults={"num_key_value_heads": 16, "head_dim": 256}),
     # norms before and after attention and feed-forward; every second layer sees all positions
-    "gemma2": DecoderFamily(norms=4, tied=True, windows=_windows_but_each(2)),
+    "gemma2": DecoderFamily(
+        norms=4,
+        tied=True,
+        windows=_windows_but_each(2),
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+    ),
     "gemma3": _gemma3,
     "gemma3_text": _gemma3_text,
     "gpt2": lambda keys: replace(_GPT, ffn_factor=4, positions=keys.size("n_positions", "max_position_embeddings"))(
@@ -616,20 +636,25 @@ FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
         bias_key=("attention_bias", True),
         windows=_windows_but_each(2),
         experts=lambda keys, sizes: _read_experts(keys, sizes.ffn, "experts_per_token", bias=True),
+        defaults={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
     ),
     # attention and feed-forward in parallel, behind one norm
     "gptj": replace(_GPT, norms=1, bias=False, output_bias=False, head_bias=True, tied=False, ffn_factor=4),
     "llama": DecoderFamily(ffn_bias_key="mlp_bias", windows=read_windows),
-    "mistral": _MISTRAL,
-    "mixtral": replace(_MISTRAL, experts=lambda keys, sizes: _read_experts(keys, sizes.ffn)),
+    "mistral": replace(_PHI3, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": replace(
+        _PHI3,
+        experts=lambda keys, sizes: _read_experts(keys, sizes.ffn),
+        defaults={"num_key_value_heads": 8},
+    ),
     "mpt": _mpt,
     "olmo": DecoderFamily(norm_vectors=0),  # norms without parameters
     "olmo2": _OLMO2,
-    "olmo3": replace(_OLMO2, windows=_windows_but_each(4)),
+    "olmo3": replace(_OLMO2, windows=_windows_but_each(4), defaults={"sliding_window": 4096}),
     "opt": _opt,
     "phi": _phi,
-    "phi3": _MISTRAL,
-    "qwen2": DecoderFamily(bias=True, bias_key=None, windows=_qwen_windows),
+    "phi3": _PHI3,
+    "qwen2": DecoderFamily(bias=True, bias_key=None, windows=_qwen_windows, defaults=_QWEN_DEFAULTS),
     "qwen2_moe": DecoderFamily(
         bias_key=("qkv_bias", True),
         biases=("bias",),
@@ -641,15 +666,27 @@ FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
             shared_gate=True,
         ),
         sparse=_sparse_layers,
+        defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 16},
     ),
-    "qwen3": _QWEN3,
+    "qwen3": replace(_QWEN3, defaults={**_QWEN_DEFAULTS, "head_dim": 128}),
     "qwen3_moe": replace(
-        _QWEN3, experts=lambda keys, _: _read_experts(keys, keys.size("moe_intermediate_size")), sparse=_sparse_layers
+        _QWEN3,
+        experts=lambda keys, _: _read_experts(keys, keys.size("moe_intermediate_size")),
+        sparse=_sparse_layers,
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     ),
     "resnet": _resnet,
     "roberta": _roberta,
-    "smollm3": DecoderFamily(ffn_bias_key="mlp_bias", tied=True, windows=_qwen_windows),
-    "starcoder2": replace(_GPT, bias_key=("use_bias", True), biases=_ALL_BIASES, windows=read_windows),
+    "smollm3": DecoderFamily(
+        ffn_bias_key="mlp_bias", tied=True, windows=_qwen_windows, defaults={"num_key_value_heads": 4}
+    ),
+    "starcoder2": replace(
+        _GPT,
+        bias_key=("use_bias", True),
+        biases=_ALL_BIASES,
+        windows=read_windows,
+        defaults={"num_key_value_heads": 2},
+    ),
     "t5": _t5,
     "vit": _vit,
 }

@@ -98,6 +98,7 @@ def test_what_is_no_size(value: Any) -> None:
         ({**QWEN_MOE, "mlp_only_layers": "all"}, "mlp_only_layers: 'all' is no list of layers"),
         ({"model_type": "opt", "ffn_dim": 48, "max_position_embeddings": 8, "word_embed_proj_dim": 16}, "narrower"),
         ({**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq: 2: dense layers between are not counted"),
+        ({**DEEPSEEK, "model_type": "kimi_k2"}, "q_lora_rank: is missing"),
         ({**DEEPSEEK, "attention_bias": True}, "attention_bias: true: biases of latent attention are not counted"),
         ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm: true: norms of queries and keys"),
         ({"model_type": "mpt", "attn_config": {"alibi": False}}, "alibi: false is not counted"),

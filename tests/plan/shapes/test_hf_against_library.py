@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from library_counts import build_on_meta, count, make_config
 
+from shardway.errors import UserError
 from shardway.plan.huggingface import FAMILIES, shape_of_config
+from shardway.plan.shapes import Architecture
 
 V: dict[str, Any] = {"vocab_size": 100}
 S = {**V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
@@ -98,3 +100,51 @@ def test_a_t5_with_a_head_of_its_own() -> None:
     keys = {"model_type": "t5", **T5}
     tied, untied = (shape_of_config({**keys, "tie_word_embeddings": tied}, "t5") for tied in (True, False))
     assert untied.parameters - tied.parameters == 100 * 64
+
+
+WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "num_hidden_layers": 30, "max_window_layers": 3}
+MANY_HEADS = {"hidden_size": 256, "num_attention_heads": 32}  # a default number of keys is no divisor of a few heads
+LACKING: dict[str, dict[str, Any]] = {
+    **{family: cases[0] for family, cases in CASES.items()},
+    **{family: {**CASES[family][0], **MANY_HEADS} for family in CASES if "num_key_value_heads" in CASES[family][0]},
+    "qwen2": {**GROUPED, **MANY_HEADS, **WINDOWS},
+    "qwen3": {**GROUPED, **MANY_HEADS, "head_dim": 32, **WINDOWS},
+    "mistral": {**GROUPED, **MANY_HEADS, "sliding_window": 16},
+    "gpt_oss": {**CASES["gpt_oss"][0], **MANY_HEADS, "sliding_window": 16},
+    "olmo3": {**GROUPED, "sliding_window": 16},
+    "falcon": {**FALCON, "parallel_attn": True, "multi_query": True, "bias": False},
+}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_key_that_is_absent_or_null_is_what_it_is_in_the_library(family: str) -> None:
+    """Each key of a config in turn; what the planner refuses is counted by the library, and what the library refuses
+    is no model."""
+    import transformers
+
+    whole, compared = {"pad_token_id": None, **LACKING[family]}, 0
+    for keys in [{k: v for k, v in whole.items() if k != key} for key in whole] + [{**whole, k: None} for k in whole]:
+        try:
+            shape = shape_of_config({"model_type": family, **keys}, family)
+        except UserError:
+            continue
+        try:
+            config = transformers.CONFIG_MAPPING[family].from_dict(dict(keys))
+            expected = count(build_on_meta(config))
+        except Exception:  # the library raises errors of any kind
+            continue
+        assert shape.parameters == expected, keys
+        compared += 1
+        if isinstance(shape, Architecture) and getattr(config, "layer_types", None):
+            windows = [(config.sliding_window or 0) if "sliding" in each else 0 for each in config.layer_types]
+            assert [layer.attention.window for layer in shape.layers] == windows, keys
+    assert compared > 1
+
+
+def test_a_window_that_is_absent_is_no_window_that_is_null() -> None:
+    def window(**more: Any) -> int:
+        shape = shape_of_config({"model_type": "mistral", **GROUPED, **more}, "mistral")
+        assert isinstance(shape, Architecture)
+        return shape.layers[0].attention.window
+
+    assert (window(), window(sliding_window=None), window(sliding_window=8)) == (4096, 0, 8)
