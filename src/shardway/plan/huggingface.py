@@ -324,6 +324,16 @@ _GPT = DecoderFamily(gated=False, norm_bias=True, bias=True, output_bias=True, f
 """GPT-2's layers: biases everywhere, no gate."""
 
 
+def _gpt2(keys: Keys) -> Architecture:
+    _refuse_cross_attention(keys)
+    return replace(_GPT, ffn_factor=4, positions=keys.size("n_positions", "max_position_embeddings"))(keys)
+
+
+def _refuse_cross_attention(keys: Keys) -> None:
+    if keys.flag("add_cross_attention"):
+        keys.refuse("add_cross_attention", "true: attention to another model's outputs is not counted", "false")
+
+
 def _windows_but_each(whole_every: int) -> Callable[[Keys, int], tuple[int, ...]]:
     return lambda keys, layers: read_windows(keys, layers, whole_every=whole_every)
 
@@ -483,6 +493,7 @@ _T5_BUCKETS = 32
 def _bert(keys: Keys) -> Architecture:
     """A masked language model has a dense layer with a norm before the tied head, which has a bias. BERT's numbers of
     classes follow a dense layer over one position (the pooler), those of each position follow nothing."""
+    _refuse_cross_attention(keys)
     sizes = read_sizes(keys)
     positions, kinds = keys.size("max_position_embeddings"), keys.size("type_vocab_size", default=2)
     tied, causal = keys.flag("tie_word_embeddings", True), keys.flag("is_decoder")
@@ -627,9 +638,7 @@ FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
     ),
     "gemma3": _gemma3,
     "gemma3_text": _gemma3_text,
-    "gpt2": lambda keys: replace(_GPT, ffn_factor=4, positions=keys.size("n_positions", "max_position_embeddings"))(
-        keys
-    ),
+    "gpt2": _gpt2,
     "gpt_neox": replace(_GPT, bias_key=("attention_bias", True), tied=False),
     "gpt_oss": DecoderFamily(
         sinks=True,

@@ -117,3 +117,25 @@ def test_a_known_family_with_a_head_of_its_own_is_counted(kept: Path, tmp_path: 
     assert "To do: run this once where they are" in str(told.value)
     keep(kept, COUNT, "5.23.0", config)
     assert find_shape(str(folder)) == COUNT
+
+
+GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+BERT |= {"num_attention_heads": 4, "max_position_embeddings": 512, "is_decoder": True}
+
+
+@pytest.mark.parametrize(("config", "parameters"), [(GPT2, 2_625_536), (BERT, 2_036_968)], ids=["gpt2", "bert"])
+def test_cross_attention_that_a_config_adds_is_counted_by_the_library(
+    config: dict[str, Any], parameters: int, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardway.models.huggingface.count import count_config
+
+    monkeypatch.setattr(counted, "find_library", lambda: "5.23.0")
+    monkeypatch.setattr(counted, "_ask_child", lambda config, _: count_config(config))
+    folder = kept.parent / "cross"
+    folder.mkdir()
+    keys = {**config, "vocab_size": 1000, "add_cross_attention": True}
+    (folder / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    found = find_shape(str(folder))
+    assert isinstance(found, CountedModel)
+    assert (found.parameters, found.failure) == (parameters, "")
