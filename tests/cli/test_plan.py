@@ -14,6 +14,7 @@ from page_tables import check_block
 from shardway.hardware.catalogue import load_accelerators
 from shardway.plan import counted
 from shardway.plan.case import load_aliases, machine_of_part
+from shardway.plan.counted import CountedModel, CountedUnit
 from shardway.plugins import list_names
 from shardway.ranks.doctor.examine import read_wanted
 from shardway.resolve.request import parse_words, resolve_request
@@ -324,6 +325,36 @@ def test_a_model_of_another_family_is_counted_once_and_then_planned_without_torc
     assert shardway(*PLAN).code == 2
     write_config({**MAMBA, "torch_dtype": "float16"})
     assert json.loads(shardway(*PLAN, "--json").out)["plan"]["fits"]
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_learned_positions_bound_samples_of_a_counted_model(
+    shardway: Shardway, monkeypatch: pytest.MonkeyPatch, learned: bool
+) -> None:
+    unit = CountedUnit(
+        name="all", parameters=10**8, forward_flops=(1e11,) * 3, saved_bytes=(8.0,) * 3, fixed_bytes=(0.0,) * 3
+    )
+    count = CountedModel(
+        model="BertForPreTraining",
+        library="transformers 5.0.0",
+        takes="input_ids int64 [1, 128]",
+        longest=512,
+        learned=learned,
+        lengths=(128, 256, 384),
+        units=(unit,),
+        value_bytes=2,
+    )
+    monkeypatch.setattr(counted, "find_library", lambda: "5.0.0")
+    monkeypatch.setattr(counted, "_ask_child", lambda *_: count)
+    write_config({"model_type": "bert", "architectures": ["BertForPreTraining"]})
+    assert shardway(*PLAN, "--seq-len", "512").code == 0
+    done = shardway(*PLAN, "--seq-len", "4096")
+    if learned:
+        assert (done.code, done.out) == (2, "")
+        assert "--seq-len: 4,096 is more than the 512 positions that the model has learned vectors for" in done.err
+    else:
+        assert done.code == 0
+        assert "more positions than the 512 that its config states" in done.out
 
 
 def test_a_model_known_by_its_parts_is_copied_or_sharded(shardway: Shardway) -> None:

@@ -239,7 +239,7 @@ def _plan_named(
 ) -> PlanResult | UnitPlanResult:
     from shardway.plan.counted import CountedModel
     from shardway.plan.huggingface import find_shape
-    from shardway.plan.planner import assume_seq_len_of, describe_stray_key, make_plan, refuse, request_of
+    from shardway.plan.planner import assume_seq_len_of, describe_stray_key, find_excess, make_plan, refuse, request_of
     from shardway.plan.shapes import Architecture
 
     name, *keys = words
@@ -254,6 +254,8 @@ def _plan_named(
     from shardway.plan.planner import count_ranks
 
     if isinstance(shape, CountedModel):
+        if shape.lengths and shape.learned:
+            check_no_problems("the plan", [*find_excess(options, shape.longest, "sequence")])
         usual = assume_seq_len_of(shape.longest)
         seq_len = (options.seq_len or usual.value) if shape.lengths else 0
         assumed += [usual.note] if seq_len and not options.seq_len else []

@@ -28,7 +28,7 @@ from shardway.places import find_own_folder
 from shardway.plan.shapes import Measured, Unit, merge_units
 from shardway.rundir.file_io import write_whole
 
-FORMAT = 1
+FORMAT = 2
 CHILD = "shardway.models.huggingface.count"
 """The module that counts: config.json on its standard input, a count or an error on its standard output."""
 
@@ -59,6 +59,8 @@ class CountedModel:
     """The inputs of one sample, such as "int64 [1, 768]"."""
     longest: int
     """Positions that the config states; 0: none."""
+    learned: bool
+    """Whether those positions have learned vectors, so that no sample is longer."""
     lengths: tuple[int, ...]
     units: tuple[CountedUnit, ...]
     value_bytes: int

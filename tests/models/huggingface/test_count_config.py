@@ -150,6 +150,34 @@ def test_positions_behind_padding_are_no_length() -> None:
     assert count_config(keys).longest == 64
 
 
+DECODER = {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 2}
+TOWERS = {"text_config": {**SIZES, "max_position_embeddings": 16}, "vision_config": {**TOWER, "vision_use_head": False}}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "learned"),
+    [
+        ("bert", {**SIZES, "max_position_embeddings": 40}, True),
+        ("xlm-roberta", {**SIZES, "max_position_embeddings": 66}, True),  # behind the number of padding
+        ("biogpt", {**SIZES, "max_position_embeddings": 40}, True),  # behind an offset
+        ("gpt_bigcode", {**DECODER, "n_positions": 40}, True),
+        ("gptj", {**DECODER, "n_positions": 40, "rotary_dim": 8}, False),  # rotary
+        ("llama", {**SIZES, "max_position_embeddings": 40}, False),  # rotary
+        ("roformer", {**SIZES, "max_position_embeddings": 40}, False),  # a table that is not learned
+        ("bloom", {"vocab_size": 100, "hidden_size": 32, "n_layer": 1, "n_head": 2}, False),  # biases of the scores
+        ("gemma3", {**TOWERS, "mm_tokens_per_image": 4}, False),  # as many patches as the text has positions
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_learned_positions_are_found(family: str, sizes: dict[str, Any], learned: bool) -> None:
+    import transformers
+
+    config = counting.make_config(transformers, keys_of(family, sizes))
+    model = counting.build_on_meta(counting.find_class(transformers, config), config, torch.bfloat16)
+    longest = counting.find_longest(model, config)
+    assert counting.has_learned_positions(model, longest) is learned
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [

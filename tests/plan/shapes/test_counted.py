@@ -28,6 +28,7 @@ COUNT = CountedModel(
     library="transformers 5.0.0",
     takes="input_ids int64 [1, 8]",
     longest=64,
+    learned=False,
     lengths=(8, 16, 24),
     units=(BLOCK, REST),
     value_bytes=2,
@@ -76,8 +77,16 @@ def test_a_forward_pass_that_was_not_followed_is_not_planned() -> None:
 
 def test_a_file_is_read_back_and_what_is_none_is_not() -> None:
     assert counted_from_json(COUNT.to_json()) == COUNT
+    old = counted.FORMAT - 1
     table = json.loads(COUNT.to_json())
-    for broken in ("", "[]", "{}", '{"format": 1}', json.dumps({**table, "format": 2}), json.dumps({**table, "x": 1})):
+    for broken in (
+        "",
+        "[]",
+        "{}",
+        '{"format": 1}',
+        json.dumps({**table, "format": old}),
+        json.dumps({**table, "x": 1}),
+    ):
         assert counted_from_json(broken) is None
 
 

@@ -61,7 +61,7 @@ def count_config(keys: Mapping[str, Any]) -> CountedModel:
     longest, failures = find_longest(model, config), list[str]()
     lengths = LENGTHS if longest == 0 or longest >= LENGTHS[-1] else tuple(longest * part // 4 for part in (1, 2, 3))
     known: dict[str, Any] = {"model": kind.__name__, "library": f"transformers {library.__version__}"}
-    known["longest"] = longest
+    known |= {"longest": longest, "learned": has_learned_positions(model, longest)}
     for dtype, alike, trains in _WAYS:
         model = (model if dtype is torch.bfloat16 else build_on_meta(kind, config, dtype)).train(trains)
         for first in list_inputs(model, config, lengths[0]):
@@ -168,6 +168,27 @@ def find_longest(model: nn.Module, config: Any) -> int:
         and each.padding_idx is not None
     ]
     return int(max(0, stated - max(padded, default=0)))
+
+
+_TABLES = ("pos", "wpe")
+"""What is in the names of tables of positions: position_embeddings, embed_positions, positions_embed, wpe."""
+_TOWERS = ("vision", "visual", "image")
+_OFFSET = 2
+"""Rows before the first position of some tables, such as OPT's and BART's."""
+
+
+def has_learned_positions(model: nn.Module, longest: int) -> bool:
+    """Whether a table of learned vectors has as many positions as `longest`; those of an image are none of a text."""
+
+    def positions(name: str, table: nn.Module) -> tuple[int, ...]:
+        if not isinstance(table, nn.Embedding) or not table.weight.requires_grad or any(t in name for t in _TOWERS):
+            return ()
+        if not any(word in name.rpartition(".")[2] for word in _TABLES):
+            return ()
+        rows, padding = table.num_embeddings, table.padding_idx
+        return (rows, rows - _OFFSET) if padding is None else (rows - padding - 1,)
+
+    return longest > 0 and any(longest in positions(name, each) for name, each in model.named_modules())
 
 
 def list_inputs(model: nn.Module, config: Any, length: int) -> Iterator[dict[str, torch.Tensor]]:
