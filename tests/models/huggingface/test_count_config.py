@@ -56,7 +56,11 @@ TOKENS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", SIZES),
     "windows": ("gemma3_text", {**SIZES, "sliding_window": 32}),
     "linear attention": ("qwen3_next", {**MIXTURE, **LINEAR, "shared_expert_intermediate_size": 16}),
-    "chunks": ("llama4_text", {**MIXTURE, "intermediate_size_mlp": 96, "attention_chunk_size": 32}),
+    # the experts of a whole pass are all computed
+    "chunks": (
+        "llama4_text",
+        {**MIXTURE, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 32},
+    ),
     "latent attention": ("deepseek_v3", LATENT),
     "an encoder": ("bert", {**SIZES, "max_position_embeddings": 40}),
     "an encoder and a decoder": ("t5", T5),
@@ -143,6 +147,44 @@ def test_a_part_of_a_config_may_be_named() -> None:
     assert whole.model == "Gemma3ForConditionalGeneration"
     assert language.parameters < whole.parameters
     assert whole.at_length("", 256).flops_per_sample == language.at_length("", 256).flops_per_sample
+
+
+LLAMA4 = {**SIZES, "num_hidden_layers": 1, "intermediate_size_mlp": 192, "interleave_moe_layer_step": 1}
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "llama4"])
+def test_experts_that_a_token_does_not_meet_are_stored_and_not_computed(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 4 of the library gives every token to every expert, and adds zeros for those that were not chosen."""
+    monkeypatch.setattr(counting, "LENGTHS", (16,))
+
+    def count(experts: int, met: int) -> CountedModel:
+        text = {**LLAMA4, "num_local_experts": experts, "num_experts_per_tok": met}
+        keys = {"architectures": ["Llama4ForCausalLM"], "text_config": {**text, "model_type": "llama4_text"}}
+        return count_config(keys_of(family, text if family == "llama4_text" else keys))
+
+    one, many, twice = count(1, 1), count(16, 1), count(16, 2)
+    assert many.failure == ""
+    assert many.parameters - one.parameters == 15 * (3 * 64 * 96 + 64)  # with the router's rows
+    assert twice.parameters == many.parameters
+    at_one, at_many, at_twice = (each.at_length("tiny", 16) for each in (one, many, twice))
+    assert at_many.flops_per_sample == at_one.flops_per_sample
+    second = 3 * 2 * (3 * 64 * 96 + 64) * 16  # forward and backward
+    assert at_twice.flops_per_sample - at_many.flops_per_sample == second
+    saved = [sum(unit.count * unit.saved_bytes for unit in each.units) for each in (at_one, at_many)]
+    assert saved[0] == saved[1]
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
+def test_experts_that_get_their_own_tokens_are_counted_as_they_run(family: str) -> None:
+    import transformers
+
+    config = counting.make_config(transformers, keys_of(family, {**MIXTURE, "num_hidden_layers": 1}))
+    model = counting.build_on_meta(counting.find_class(transformers, config), config, torch.bfloat16)
+    with counting._ProductWatch(model, 4) as watch:
+        count_units(model, next(list_inputs(model, config, 16)))
+    assert not watch.found
 
 
 def test_positions_behind_padding_are_no_length() -> None:

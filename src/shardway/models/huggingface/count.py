@@ -2,11 +2,13 @@
 
 Invariants: nothing is downloaded, no code of a model's folder runs, no weights are read, and no memory is taken for
 tensors. The class is the one that `architectures` names. Parameters are always those of the library; the forward pass
-is followed where the library's own names say what it takes. Standard output holds the answer alone.
+is followed where the library's own names say what it takes. A token meets as many experts as its config states, also
+where the library computes all of them and drops the rest. Standard output holds the answer alone.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -19,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from shardway.errors import UserError
 from shardway.hfconfig import import_extra
@@ -67,10 +71,7 @@ def count_config(keys: Mapping[str, Any]) -> CountedModel:
         for first in list_inputs(model, config, lengths[0]):
             grows = "input_ids" in first
             try:
-                counts = [count_units(model, first, alike=alike)]
-                for length in lengths[1:] if grows else ():
-                    longer = {name: _lengthen(each, lengths[0], length) for name, each in first.items()}
-                    counts.append(count_units(model, longer, alike=alike))
+                counts = _count_lengths(model, kind, config, first, lengths if grows else lengths[:1], alike)
             except UserError as error:
                 failures.append(str(error).splitlines()[0].rpartition("without numbers: ")[2])
                 continue
@@ -87,6 +88,76 @@ def count_config(keys: Mapping[str, Any]) -> CountedModel:
     )
     failure = failures[0] if failures else f"{kind.__name__} takes {model.main_input_name}"
     return CountedModel(**known, takes="", lengths=(), units=_join([(whole,)]), value_bytes=2, failure=failure)
+
+
+def _count_lengths(
+    model: nn.Module, kind: Any, config: Any, first: Mapping[str, torch.Tensor], lengths: Sequence[int], alike: bool
+) -> list[tuple[Unit, ...]]:
+    """The units for inputs of each length; `first` has the first one. Raises UserError."""
+    inputs = [
+        {name: _lengthen(each, lengths[0], length) for name, each in first.items()} if length != lengths[0] else first
+        for length in lengths
+    ]
+    fewer = keep_met_experts(config)
+    if fewer is None:
+        return [count_units(model, each, alike=alike) for each in inputs]
+    with _ProductWatch(model, _experts_of(config)[1]) as watch:
+        counts = [count_units(model, inputs[0], alike=alike)]
+    if not watch.found:
+        return counts + [count_units(model, each, alike=alike) for each in inputs[1:]]
+    dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
+    met = build_on_meta(kind, fewer, dtype).train(model.training)
+    sizes = {unit.name: unit.parameters for unit in counts[0]}
+    return [
+        tuple(replace(unit, parameters=sizes[unit.name]) for unit in count_units(met, each, alike=alike))
+        for each in inputs
+    ]
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k")
+
+
+def _experts_of(config: Any) -> tuple[str, int, int]:
+    """The key of the number of experts, that number, and how many of them a token meets; 0 for what it does not say."""
+    text = _text_of(config)
+    name, count = _find_number(text, _EXPERTS)
+    return name, count, _find_number(text, _PER_TOKEN)[1]
+
+
+def _find_number(config: Any, names: Sequence[str]) -> tuple[str, int]:
+    return next(((name, value) for name in names if type(value := getattr(config, name, None)) is int), ("", 0))
+
+
+def keep_met_experts(config: Any) -> Any:
+    """The config with as many experts as a token meets; None if it has no others."""
+    name, experts, met = _experts_of(config)
+    if not 0 < met < experts:
+        return None
+    fewer = copy.deepcopy(config)
+    setattr(_text_of(fewer), name, met)
+    return fewer
+
+
+class _ProductWatch(TorchFunctionMode):
+    """Whether something is multiplied with the weights of all experts at once, as where every expert gets every token
+    and those that it was not sent count for nothing. Grouped products are other operators."""
+
+    _PRODUCTS = (torch.bmm, torch.baddbmm, torch.matmul, torch.einsum, torch.Tensor.bmm, torch.Tensor.matmul)
+
+    def __init__(self, model: nn.Module, experts: int) -> None:
+        super().__init__()
+        shapes = [tuple(each.shape) for each in model.parameters() if each.dim() == 3 and each.shape[0] == experts]
+        self._weights = {*shapes, *((count, wide, high) for count, high, wide in shapes)}
+        self.found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in self._PRODUCTS or getattr(func, "__name__", "") in ("__matmul__", "__rmatmul__"):
+            given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+            self.found = self.found or any(tuple(each.shape) in self._weights for each in given)
+        return func(*args, **(kwargs or {}))
 
 
 def make_config(library: Any, keys: Mapping[str, Any]) -> Any:
