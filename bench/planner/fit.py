@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import csv
+import json
 import math
 import pathlib
 import tomllib
@@ -234,7 +235,8 @@ def is_used(sample: Sample) -> bool:
 def read_shipped(moving: Sequence[str]) -> Values:
     """Factors as they are shipped, but those of the generations in `moving`."""
     table = tomllib.loads(TARGET.read_text(encoding="utf-8"))
-    return {(kind, name): value for kind in table if kind not in moving for name, value in table[kind].items()}
+    kept = [kind for kind in table if kind not in (*moving, "fitted")]
+    return {(kind, name): value for kind in kept for name, value in table[kind].items()}
 
 
 def fit(samples: Sequence[Sample], rounds: int, kept: Values = MappingProxyType({})) -> Values:
@@ -394,7 +396,17 @@ def write(values: Values, samples: Sequence[Sample], interval: tuple[float, floa
     for generation in (*BY_GENERATION, *TOLD):
         own = {name: value for (kind, name), value in values.items() if kind == generation} | TOLD.get(generation, {})
         lines += ["", f"[{generation}]", *_lines(own, {name: counts[k, name] for k, name in counts if k == generation})]
+    lines += ["", "[fitted]", *_list_fitted(counts)]
     TARGET.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _list_fitted(counts: Mapping[Key, int]) -> list[str]:
+    """The names of the factors that follow from rows, by the kind of accelerator; of all also the interval."""
+    names: dict[str, list[str]] = {}
+    for kind, name in (key for key, rows_moved in counts.items() if rows_moved):
+        names.setdefault(kind, []).append(name)
+    names.setdefault("general", []).extend(("low", "high"))
+    return [f"{kind} = {json.dumps(sorted(found))}" for kind, found in sorted(names.items())]
 
 
 def _lines(values: Mapping[str, float], counts: Mapping[str, int]) -> list[str]:

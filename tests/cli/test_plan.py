@@ -85,6 +85,26 @@ def test_an_explanation_adds_up_to_the_table(shardway: Shardway, topic: str) -> 
     }[topic] in told
 
 
+@pytest.mark.parametrize(
+    ("gpu", "runs", "unfitted", "fitted"),
+    [
+        ("h100", "this kind of accelerator", "flash3", "matmul"),
+        ("mi300x", "other accelerators", "matmul", "memory"),
+        ("v100-sxm2-32gb", "other accelerators", "link", "network"),
+    ],
+)
+def test_a_plan_says_which_factors_were_fitted(
+    gpu: str, runs: str, unfitted: str, fitted: str, shardway: Shardway, tmp_path: Path
+) -> None:
+    table = shardway("plan", "gpt2", "--gpu", gpu, "--html", "page.html").out
+    assert f"calibrated   on published runs of {runs}; nothing" in table
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert ("fitted on published measurements of other accelerators;" in page) == runs.startswith("other")
+    lines = shardway("plan", "gpt2", "--gpu", gpu, "--explain", "time").out.splitlines()
+    origins = {words[0]: " ".join(words[2:]) for words in map(str.split, lines) if len(words) > 2}
+    assert (origins[unfitted], origins[fitted]) == ("not fitted", "fitted on published runs")
+
+
 def test_what_does_not_fit_is_told_with_what_would_help(shardway: Shardway) -> None:
     done = shardway("plan", "llama3-70b", *A100, "--no-offload")
     assert done.code == 0

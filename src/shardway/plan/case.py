@@ -584,6 +584,18 @@ def load_ceilings(accelerator: Accelerator) -> Ceilings:
     return Ceilings(**{**table["general"], **table.get(generation_of(accelerator.key), {})})
 
 
+def list_fitted(accelerator: Accelerator) -> tuple[str, ...]:
+    """The shipped factors for an accelerator that were fitted to published runs."""
+    table, fitted, generation = _read_table(), _load_file()["fitted"], generation_of(accelerator.key)
+    own = table.get(generation, {})
+    return (*fitted.get(generation, ()), *(name for name in fitted["general"] if name not in own))
+
+
+def has_fitted_runs(accelerator: Accelerator) -> bool:
+    """Whether shipped factors were fitted to runs on accelerators of the same generation."""
+    return generation_of(accelerator.key) in _load_file()["fitted"]
+
+
 def ceilings_of(machine: Machine) -> Ceilings:
     """The factors for a machine: those measured on it, else the shipped ones for its accelerator."""
     measured = dict(machine.measured)
@@ -608,10 +620,14 @@ def attention_of(engine: EngineTraits, accelerator: Accelerator) -> AttentionKer
 
 @cache
 def _read_table() -> Mapping[str, Mapping[str, Any]]:
-    text = files(__package__).joinpath("ceilings.toml").read_text(encoding="utf-8")
     names = {field.name for field in fields(Ceilings)}
-    kinds = {kind: row for kind, row in tomllib.loads(text).items() if isinstance(row, dict)}
+    kinds = {kind: row for kind, row in _load_file().items() if kind != "fitted"}
     return {kind: {name: value for name, value in row.items() if name in names} for kind, row in kinds.items()}
+
+
+@cache
+def _load_file() -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(files(__package__).joinpath("ceilings.toml").read_text(encoding="utf-8"))
 
 
 # --- the machine of a site profile, or of an accelerator alone

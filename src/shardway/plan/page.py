@@ -33,7 +33,7 @@ from shardway.drawing import (
     round_parts,
     text,
 )
-from shardway.plan.case import ceilings_of
+from shardway.plan.case import ceilings_of, has_fitted_runs
 from shardway.plan.economy import DAY
 from shardway.plan.memory import MEMORY_ITEMS, StageMemory
 from shardway.plan.planner import Estimate, PlanResult, ScalingPoint, efficiency
@@ -490,10 +490,11 @@ def _render_grounds(result: PlanResult) -> str:
     """The assumptions, and the sources of the rates."""
     machine = result.request.machine
     ceilings = ceilings_of(machine)
-    reached = "What part of these is reached was fitted on published measurements; nothing was measured on this site."
+    runs = "published measurements" + ("" if has_fitted_runs(machine.accelerator) else " of other accelerators")
+    reached = f"What part of these is reached was fitted on {runs}; nothing was measured on this site."
     if machine.measured:
         values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(machine.measured.items()))
-        reached = f"Measured on this site: {values}. Other factors were fitted on published measurements."
+        reached = f"Measured on this site: {values}. Other factors were fitted on {runs}."
     taken = (
         f"Of these rates the plan takes {percent(ceilings.matmul)} for large products, {percent(ceilings.memory)} for "
         f"memory, {percent(ceilings.link)} for the link and {percent(ceilings.network)} for the network."

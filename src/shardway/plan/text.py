@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardway.errors import Problem, UserError, render_problems
-from shardway.plan.case import Case, Machine, ceilings_of
+from shardway.plan.case import Case, Machine, ceilings_of, has_fitted_runs, list_fitted
 from shardway.plan.economy import DAY, HOUR, JobTerms, RunEstimate
 from shardway.plan.memory import MEMORY_ITEMS, StageMemory
 from shardway.plan.planner import Estimate, PlanResult, ScalingPoint, efficiency
@@ -166,7 +166,8 @@ def render_table_of_plan(
     memory = _column("memory of the fullest rank", peak.device_items, gib)
     width = max(map(len, memory)) + 4
     both = zip_longest(memory, _column("one step", step.items, duration), fillvalue="")
-    basis = "on published runs of this kind of accelerator; nothing was measured on this site"
+    kind = "this kind of accelerator" if has_fitted_runs(machine.accelerator) else "other accelerators"
+    basis = f"on published runs of {kind}; nothing was measured on this site"
     if machine.measured:
         basis = f"with what was measured on this site: {', '.join(sorted(machine.measured))}"
     notes = [line("" if number else "assumed", note) for number, note in enumerate(assumed)]
@@ -327,8 +328,10 @@ def _explain_time(result: PlanResult) -> Iterator[str]:
     yield f"  on paper: {describe_rates(shown)} a GPU"
     yield ""
     yield "  factors of what is reached (src/shardway/plan/case.py says what each is)"
+    fitted = list_fitted(machine.accelerator)
     for name, value in asdict(ceilings_of(machine)).items():
-        origin = "measured on this site" if name in machine.measured else "fitted on published runs"
+        origin = "fitted on published runs" if name in fitted else "not fitted"
+        origin = "measured on this site" if name in machine.measured else origin
         yield f"  {name:<20}{value:>10.4g}   {origin}"
 
 
