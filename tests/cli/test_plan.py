@@ -105,6 +105,15 @@ def test_a_plan_says_which_factors_were_fitted(
     assert (origins[unfitted], origins[fitted]) == ("not fitted", "fitted on published runs")
 
 
+def test_a_run_without_a_queue_has_one_start(shardway: Shardway) -> None:
+    words = ("plan", "llama3-8b", "--gpu", "h100", "--steps", "1")
+    run = json.loads(shardway(*words, "--json").out)["run"]
+    parts = run["wall_seconds"]
+    assert parts["slot_seconds"] == 180
+    assert parts["total_seconds"] > parts["ideal_seconds"] + 180
+    assert "1 step: " in shardway(*words).out
+
+
 def test_what_does_not_fit_is_told_with_what_would_help(shardway: Shardway) -> None:
     done = shardway("plan", "llama3-70b", *A100, "--no-offload")
     assert done.code == 0

@@ -96,7 +96,7 @@ class RunRequest:
     """A run to be estimated. Raises UserError if it would never end.
 
     `scale` has the tokens of a step; a length in steps needs none. What is None is not estimated. Without a `slot` one
-    job holds the nodes to the end, and its start is not counted. No failures are assumed while a job starts.
+    job, whose start takes `start_seconds`, holds the nodes to the end. No failures are assumed while a job starts.
     """
 
     step_seconds: float
@@ -106,6 +106,7 @@ class RunRequest:
     faults: Faults
     scale: Scale | None = None
     slot: Slot | None = None
+    start_seconds: float = 0.0
     power: Power | None = None
     price: Price | None = None
     cores_per_node: int | None = None
@@ -221,7 +222,7 @@ def estimate_run(request: RunRequest) -> RunEstimate:
         # Rounding may leave a negative difference.
         lost_seconds=intervals * max(0.0, mtbf * tries - length) if fails else 0.0,
         restart_seconds=intervals * tries * mtbf * math.expm1(faults.restart_seconds / mtbf) if fails else 0.0,
-        slot_seconds=0.0,
+        slot_seconds=0.0 if slot else request.start_seconds,
     )
     slots = 1
     if slot is not None:  # the first job does not resume, the last needs no margin
@@ -318,6 +319,7 @@ def price_run(
         faults=faults,
         scale=scale,
         slot=slot,
+        start_seconds=START_SECONDS,
         power=Power(tdp_watts=watts) if watts else None,
         price=terms.price,
         cores_per_node=terms.cores_per_node,

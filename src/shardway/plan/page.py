@@ -53,6 +53,7 @@ from shardway.plan.text import (
 )
 from shardway.plan.time import TIME_ITEMS
 from shardway.units import render_count as count
+from shardway.units import render_plural
 
 # --- the headline: what is planned, whether it fits, what it takes
 
@@ -115,7 +116,7 @@ def _tiles(result: PlanResult) -> Iterator[tuple[str, ...]]:
         yield "whole run", "n/a", "its length is not known" if result.fits else "nothing fits"
         return
     ideal = f"{run.days:,.2f} days, {run.ideal_days:,.2f} without failures and saves"
-    yield "whole run", duration(run.wall.total_seconds), f"{run.steps:,} steps", ideal
+    yield "whole run", duration(run.wall.total_seconds), render_plural(run.steps, "step", ","), ideal
     yield ("GPU-hours", amount(run.gpu_hours), *list_costs(run))
 
 
@@ -125,10 +126,12 @@ def _render_run(result: PlanResult) -> str:
     if run is None:
         return ""
     queue = result.terms.queue
+    jobs = describe_jobs(run, result.terms, f"queue {queue}" if queue else "")
+    interval = duration(run.interval_steps * result.shown.time.seconds)
     intro = (
-        f"{run.steps:,} steps{describe_jobs(run, result.terms, f'queue {queue}' if queue else '')}; "
+        f"{render_plural(run.steps, 'step', ',')}{jobs}; "
         f"{amount(run.failures)} failures are expected, and a checkpoint every "
-        f"{run.interval_steps:,} steps ({duration(run.interval_steps * result.shown.time.seconds)}) costs least. "
+        f"{render_plural(run.interval_steps, 'step', ',')} ({interval}) costs least. "
         f"{percent(run.goodput)} of the time goes into steps that count."
     )
     wall = run.wall

@@ -22,6 +22,7 @@ from shardway.plan.memory import MEMORY_ITEMS, StageMemory
 from shardway.plan.planner import Estimate, PlanResult, ScalingPoint, efficiency
 from shardway.plan.time import TIME_ITEMS, StepTime, groups_of
 from shardway.units import render_count as count
+from shardway.units import render_plural
 
 # --- numbers and settings in words
 
@@ -102,7 +103,7 @@ def describe_jobs(run: RunEstimate, terms: JobTerms, queue: str) -> str:
     """How many jobs of a queue a run takes; "" if their wall-time is not known."""
     if not terms.wall_seconds:
         return ""
-    jobs = f" in {run.slots:,} {'job' if run.slots == 1 else 'jobs'} of {duration(terms.wall_seconds)}"
+    jobs = f" in {render_plural(run.slots, 'job', ',')} of {duration(terms.wall_seconds)}"
     return f"{jobs} ({queue})" if queue else jobs
 
 
@@ -223,9 +224,14 @@ def list_run(run: RunEstimate | None, terms: JobTerms) -> Iterator[str]:
     if run is None:
         return
     total = f"{duration(run.wall.total_seconds)}{describe_jobs(run, terms, terms.queue)}"
-    yield line("run", f"{run.steps:,} steps: {total}; {percent(run.goodput)} of it steps that count")
+    yield line(
+        "run", f"{render_plural(run.steps, 'step', ',')}: {total}; {percent(run.goodput)} of it steps that count"
+    )
     interval = duration(run.interval_steps * run.wall.ideal_seconds / run.steps)
-    yield line("failures", f"{run.failures:.2g} expected; save every {run.interval_steps:,} steps ({interval})")
+    yield line(
+        "failures",
+        f"{run.failures:.2g} expected; save every {render_plural(run.interval_steps, 'step', ',')} ({interval})",
+    )
     yield line("costs", ", ".join([f"{amount(run.gpu_hours)} GPU-hours", *list_costs(run)]))
 
 
