@@ -96,8 +96,12 @@ def plan(
 ) -> None:
     """Plan a run: whether it fits, the best layout, the time of a step, days, GPU-hours, and why."""
     from shardway.plan.economy import terms_of
-    from shardway.plan.planner import PlanOptions, PlanResult, parse_layout, parse_length, parse_price
+    from shardway.plan.planner import PlanOptions, PlanResult, parse_layout, parse_length, parse_price, refuse
 
+    if out and not emit:
+        raise refuse(
+            "--out", f"{out} is a folder for the files of --emit, which is not said", "--emit LIBRARY --out FOLDER"
+        )
     if emit and not engine and not model[0].endswith(".toml"):  # a run file names its own engine
         from shardway.plan.export.common import ENGINES
 

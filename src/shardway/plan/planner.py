@@ -657,7 +657,10 @@ def parse_layout(text: str) -> dict[str, int]:
     problems = []
     for part in filter(None, (each.strip() for each in text.replace(" x ", ",").split(","))):
         name, _, size = part.replace("=", " ").partition(" ")
-        if name in AXES and size.strip().isdecimal() and int(size) >= 1:
+        if name in found:
+            what = f'"{text}" has two degrees of {name}'
+            problems.append(Problem("--layout", what, allowed="one degree of each axis", remedy="leave one out"))
+        elif name in AXES and size.strip().isdecimal() and int(size) >= 1:
             found[name] = int(size)
         else:
             allowed = f"an axis ({', '.join(AXES)}) with its degree, such as tp=8,pp=4"
@@ -760,7 +763,7 @@ def find_doubles(options: PlanOptions) -> list[Problem]:
 
 def request_of(options: PlanOptions, model: Architecture, machine: Machine) -> PlanRequest:
     """The request of these options. Raises UserError with all problems."""
-    too_long = find_excess(options, model.longest, "image" if model.patch_features else "sequence")
+    too_long = find_excess(options, model.longest, "an image" if model.patch_features else "a sequence")
     check_no_problems("the plan", [*find_problems(options, machine), *too_long])
     ranks, assumed = count_ranks(options, machine), [*machine.assumed, *assume_nodes(options)]
     seq = assume_seq_len(model)
@@ -827,7 +830,7 @@ def find_excess(options: PlanOptions, longest: int, sample: str) -> Iterator[Pro
     if options.seq_len and longest and options.seq_len > longest:
         what = f"{options.seq_len:,} is more than the {longest:,} positions that the model has learned vectors for"
         remedy = "for a model with more: change that key in a config.json and name it"
-        yield Problem("--seq-len", what, allowed=f"a {sample} of at most {longest:,}", remedy=remedy)
+        yield Problem("--seq-len", what, allowed=f"{sample} of at most {longest:,}", remedy=remedy)
 
 
 def count_ranks(options: PlanOptions, machine: Machine) -> int:
