@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -108,7 +109,8 @@ def test_what_fails_on_the_first_is_not_tried_by_the_others(rank: int) -> None:
 
 
 def test_lost_contact_says_when(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LostContact) as failure, lone_rank().contact("during a step"):
+    pair = replace(lone_rank(), placement=place(0, 2, "none"))
+    with pytest.raises(LostContact) as failure, pair.contact("during a step"):
         raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:554] Connection closed by peer [127.0.0.1]:1\nmore")
     first, second = str(failure.value).splitlines()
     assert first.startswith("rank 0 lost contact with another rank during a step: ")

@@ -259,7 +259,7 @@ def _plan_named(
 
     if isinstance(shape, CountedModel):
         if shape.lengths and shape.learned:
-            check_no_problems("the plan", [*find_excess(options, shape.longest, "sequence")])
+            check_no_problems("the plan", [*find_excess(options, shape.longest, "a sequence")])
         usual = assume_seq_len_of(shape.longest)
         seq_len = (options.seq_len or usual.value) if shape.lengths else 0
         assumed += [usual.note] if seq_len and not options.seq_len else []
