@@ -233,6 +233,18 @@ def test_text_of_any_name_is_text(name: str, tmp_path: Path) -> None:
     check_is_text(place_of(tmp_path / name))
 
 
+def test_documents_that_are_damaged_are_not_skipped(shardway: Shardway, tmp_path: Path) -> None:
+    line = '{"text": "To be, or not to be, that is the question."}\n'
+    (tmp_path / "text.jsonl").write_text(f'{line * 3}{{"text": "unfinished\n{line * 3}')
+    words = ("data.path=text.jsonl", "data.kind=jsonl", "guard.damaged_data=skip")
+    ended = shardway("train", *TINY, *words)
+    assert (ended.code, ended.out) == (4, "")
+    what, why, remedy = ended.err.splitlines()
+    assert what.startswith("shardway: text.jsonl is damaged at byte ")
+    assert 'tokenised before the first step, where guard.damaged_data = "skip" has no effect' in why
+    assert remedy.startswith("  To do: correct line 4, or remove it, or copy the file again")
+
+
 def test_a_kind_that_does_not_exist(shardway: Shardway, make: Callable[[str], str]) -> None:
     refused(shardway("data", "info", make("jsonl"), "--kind", "csv"), '--kind: "csv" is no kind of data', "parquet")
     refused(shardway("data", "info", make("jsonl"), "--kind", "synthetic"), "has no records to look at")

@@ -198,6 +198,14 @@ def test_a_line_that_is_no_object(tmp_path: Path, line: bytes, said: str) -> Non
     assert records.read([0, 2]) == [{"a": 1}, {"a": 4}]
 
 
+def test_what_to_do_about_a_line_that_is_no_json(tmp_path: Path) -> None:
+    records = open_at(write(tmp_path / "a.jsonl", b'{"a":1}\n\n{"a":"open\n{"a":4}\n'))
+    with pytest.raises(DamagedData) as caught:
+        records.read([1])
+    said = str(caught.value).splitlines()[1]
+    assert said == "  To do: correct line 3, or remove it, or copy the file again from where it came."
+
+
 def test_a_file_that_has_become_shorter(tmp_path: Path) -> None:
     records = open_at(write(tmp_path / "a.jsonl", TEXT))
     write(tmp_path / "a.jsonl", TEXT[:100])

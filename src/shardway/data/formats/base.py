@@ -333,11 +333,12 @@ class FileParts:
                 except DamagedData as error:
                     yield str(error).splitlines()[0]
 
-    def damaged(self, number: int, offset: int, what: str) -> DamagedData:
-        """The error for a place in a file."""
-        path, remedy = self.path(number), "copy the file again from where it came."
+    def damaged(self, number: int, offset: int, what: str, mend: str = "") -> DamagedData:
+        """The error for a place in a file; `mend`: how a person may mend it there, where that is possible."""
+        path, again = self.path(number), "copy the file again from where it came."
+        remedy = f"{mend}, or {again}" if mend else again
         if self.origin is not None and path.is_symlink():  # read where it lies, since no copy of it is whole
-            return self.origin.damaged(number, offset, what)
+            return self.origin.damaged(number, offset, what, mend)
         if self.stage is not None:
             remove = f"find {shlex.quote(str(self.stage))} -samefile {shlex.quote(str(path))} -delete"
             remedy = f"`{remove}` on {socket.gethostname()} removes it, and the next run copies it again."

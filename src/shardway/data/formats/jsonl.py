@@ -218,7 +218,8 @@ class JsonlRecords(Records):
 
     def _damaged(self, shard: int, start: int, at: int, what: str) -> DamagedData:
         expanded = " (bytes are those of the expanded file)" if shard in self._compressed else ""
-        return self.parts.damaged(shard, at, f"line {self._count_lines(shard, start) + 1}{expanded}: {what}")
+        line = self._count_lines(shard, start) + 1
+        return self.parts.damaged(shard, at, f"line {line}{expanded}: {what}", f"correct line {line}, or remove it")
 
     def _count_lines(self, shard: int, end: int) -> int:
         """How many newlines are before a byte."""

@@ -26,7 +26,7 @@ from typing import IO, Any, cast
 import numpy as np
 
 from shardway.data.content import DataPath, data_error, fingerprint, sample_blocks
-from shardway.data.formats.base import FileParts, Offsets, Records
+from shardway.data.formats.base import DamagedData, FileParts, Offsets, Records
 from shardway.data.formats.megatron import open_megatron_store
 from shardway.data.formats.shard_manifest import ShardManifest
 from shardway.data.formats.shards import ShardTokens, open_token_shards
@@ -198,7 +198,12 @@ def open_documents(records: Records, place: DataPath, asked: DataRequest) -> Doc
     if section.tokenizer != "bytes":
         _check_vocab(asked.vocab, open_tokenizer(section.tokenizer).vocab, f'data.tokenizer "{section.tokenizer}"')
     options = PrepareOptions(section.tokenizer, section.inputs, chat_template=section.chat_template)
-    folder = prepare_documents(records, place, options, cache_folder(section.cache))
+    try:
+        folder = prepare_documents(records, place, options, cache_folder(section.cache))
+    except DamagedData as error:
+        what, _, remedy = str(error).partition("\n")
+        why = '  Documents are tokenised before the first step, where guard.damaged_data = "skip" has no effect.'
+        raise DamagedData(f"{what}\n{why}\n{remedy}", error.place, of_copy=error.of_copy) from error
     store = open_token_shards(DataPath("data.cache", str(folder)))
     described = f"{render_count(len(store))} tokens ({store.dtype.name}) of {place.path}"
     facts = SourceFacts(described, "", (section.seq_len,), vocab=asked.vocab)
