@@ -160,16 +160,17 @@ class Interrupts:
         if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what started the tests may have it ignored
 sys.meta_path.insert(0, Interrupts())
-sys.argv = ["shardway", "train"]
+sys.argv = ["shardway", "--help"]
 """
 ENTRIES = ("runpy.run_module('shardway', run_name='__main__')", "from shardway.cli.entry import main; main()")
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_signal_while_the_command_is_imported_ends_it_as_ever(entry: str) -> None:
+def test_a_signal_while_the_command_is_imported_ends_it_as_ever(entry: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"{INTERRUPTED}\n{entry}"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "shardway: ended at once by a signal\n")
     assert main.EXIT_KILLED == 130
 

@@ -321,7 +321,8 @@ def test_a_model_is_compiled_where_its_plan_names_blocks(
 
 
 @pytest.mark.usefixtures("compiling")
-def test_a_folder_that_cannot_be_made_leaves_a_run_uncompiled(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_leaves_a_run_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no default run was trained before
     words = ("train.steps=200", "train.compile_cache=/proc/no/such")
     resolution = resolve_request(ResolveRequest(overrides=(*TINY, *words)))
     assert resolution.resolved.values.train.compile == "blocks"

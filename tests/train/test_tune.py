@@ -593,7 +593,8 @@ def test_float8_is_tried_where_device_and_library_have_it(
     assert (untried(COMPUTE, "run.device=cuda", devices=devices, accelerators=1) == "") == (capability == (9, 0))
 
 
-def test_what_a_command_shows_says_that_it_is_measured(tmp_path: Path) -> None:
+def test_what_a_command_shows_says_that_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no default run was trained before
     text = resolve_request(ResolveRequest(overrides=("run.device=cpu", "train.tune=auto", LONG))).resolved.render()
     assert tomllib.loads(text)["train"]["tune"] == "auto"
     assert text.count("; measured at the start (train.tune)") == 2
