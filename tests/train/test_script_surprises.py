@@ -1,4 +1,4 @@
-"""What scripts do that is rare and right: they change their folder, seed by themselves, hold odd tensors."""
+"""What scripts do that is rare and right: they change their folder, hold odd tensors, have optimizers of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import shardway
 from runs import lone_rank, open_tiny, read_column
-from shardway.checkpoint.state import Unstorable, put_state_together, seed_all, take_state_apart
+from shardway.checkpoint.state import Unstorable, put_state_together, take_state_apart
 from shardway.errors import LostContact, UserError
 from shardway.ranks import stop
 from shardway.rundir.directory import RunDir
@@ -63,23 +63,6 @@ def test_a_script_may_go_to_another_folder(
         os.chdir(tmp_path)
     assert RunDir(tmp_path / "run").checkpoint_steps()[-1] == 6
     assert not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.parametrize("words", [(), ("train.seed=3",)])
-def test_a_seed_of_the_script_holds(words: tuple[str, ...], tmp_path: Path, quiet_threads: None) -> None:
-    """Unless the run is asked for another."""
-    drawn = []
-    for number, seed in enumerate((7, 7, 8, None, None)):
-        seed_all(99, 0)  # as a run before in this process
-        if seed is not None:
-            torch.manual_seed(seed)
-        expected = torch.rand(4, generator=torch.Generator().manual_seed(seed or 0))
-        with shardway.start(*KEYS, *words, directory=tmp_path / str(number)):
-            drawn.append(torch.rand(4))
-        assert torch.equal(drawn[-1], expected) == ((seed is not None and not words) or (seed is None and not words))
-    assert torch.equal(drawn[0], drawn[1])
-    assert torch.equal(drawn[3], drawn[4])
-    assert torch.equal(drawn[0], drawn[2]) == bool(words)
 
 
 def test_a_stop_that_comes_while_a_watch_begins_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

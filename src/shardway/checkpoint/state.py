@@ -702,21 +702,9 @@ def set_random_state(state: Tensors) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-_LARGEST_SEED = 2**32 - 1
-"""What numpy takes as a seed, so what scripts use; torch seeds itself with a larger number."""
-
-_seeded: set[int] = set()  # seeds of `seed_all` in this process
-
-
-def is_seeded() -> bool:
-    """Whether something in this process, other than `seed_all`, has called torch.manual_seed last."""
-    return torch.initial_seed() <= _LARGEST_SEED and torch.initial_seed() not in _seeded
-
-
 def seed_all(seed: int, rank: int) -> None:
     """Seed every generator of this rank; ranks differ, so that their dropout masks do."""
     mixed = (seed * 1_000_003 + rank) % 2**63
-    _seeded.add(mixed)
     torch.manual_seed(mixed)
     np.random.seed(mixed % 2**32)
     random.seed(mixed)

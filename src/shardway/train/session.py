@@ -28,7 +28,7 @@ from torch import nn
 
 from shardway.checkpoint.manager import remove_leftovers
 from shardway.checkpoint.reader import peek_latest
-from shardway.checkpoint.state import is_seeded, seed_all
+from shardway.checkpoint.state import seed_all
 from shardway.data.damage import DamageFound
 from shardway.data.waiting import WorkerChoice
 from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reason
@@ -290,8 +290,7 @@ def hold_session(
         stack.callback(_notify_owner, recorder, directory, ranks, resolved, attempt)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
-        if not (own_model and resolved.origins["train.seed"] == DEFAULT and is_seeded()):
-            seed_all(values.train.seed, ranks.rank)  # else the script's own generators stay as it has seeded them
+        seed_all(values.train.seed, ranks.rank)
         # In a notebook a signal is for its cell or its kernel, which go on when this run has ended.
         signals = stack.enter_context(SignalWatch(STOP_SIGNALS if find_shell() is None else (BREAK,)))
         reporting = _failure_reported(attempt, ranks.placement, lambda: recorder.step_done)
