@@ -70,6 +70,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
+def nothing_is_seeded() -> None:
+    """A seed that an earlier test has given torch is not one of this test's script, which a run would leave alone."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(2**40)
+
+
+@pytest.fixture(autouse=True)
 def modules_live_on() -> Iterator[None]:
     """What a test imports lives until the end as well: torch's compiler is as large as torch."""
     before = len(sys.modules)

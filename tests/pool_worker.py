@@ -19,7 +19,6 @@ import importlib.util
 import json
 import os
 import pickle
-import random
 import signal
 import sys
 import time
@@ -190,8 +189,9 @@ def _import_file(path: str, name: str) -> types.ModuleType:
 
 
 def _run_in_group(task: Task, stores: dict[int, Any], call: Callable[[], None]) -> None:
-    import torch
     import torch.distributed as dist
+
+    from shardway.checkpoint.state import seed_all
 
     if task.store_port not in stores:
         stores[task.store_port] = dist.TCPStore(_STORE_HOST, task.store_port, is_master=False)
@@ -202,8 +202,7 @@ def _run_in_group(task: Task, stores: dict[int, Any], call: Callable[[], None]) 
         world_size=task.size,
         timeout=timedelta(seconds=task.group_timeout_s),
     )
-    torch.manual_seed(0)
-    random.seed(0)
+    seed_all(0, 0)  # not as a script would, whose seeds a run leaves alone
     group = dist.group.WORLD
     call()
     if dist.is_initialized() and dist.group.WORLD is not group:

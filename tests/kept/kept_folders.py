@@ -148,6 +148,15 @@ def compare_parameters(found: Mapping[str, Any], kept: Mapping[str, Any], same_b
 # --- runs by their words
 
 
+def by_words_of_today(kept: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """A case whose words ask for what they asked for when it was kept: until 0.1.0 a loop of one's own was seeded by
+    train.seed also where the script had seeded torch (docs/decisions/0089)."""
+    if read_json(kept / "about.json")["shardway"] != "0.1.0":
+        return case
+    seeded = [{**part, "words": [*part["words"], *(["train.seed=0"] * ("script" in part))]} for part in case["parts"]]
+    return {**case, "parts": seeded}
+
+
 def check_ended(told: Sequence[Told]) -> None:
     """All ranks came to a good end."""
     assert [each.code for each in told] == [0] * len(told), "\n".join(each.err for each in told)

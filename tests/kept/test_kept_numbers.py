@@ -16,6 +16,7 @@ import pytest
 from kept_folders import (
     BESIDE,
     VERSIONS,
+    by_words_of_today,
     compare_numbers,
     compare_parameters,
     copy,
@@ -40,7 +41,7 @@ def test_a_run_has_the_numbers_that_it_had(machine: StillMachine, tmp_path: Path
     case = read_json(kept / "numbers.json")[name]
     for each in BESIDE:
         copy(kept / each, tmp_path / each)
-    found = play(machine, case, tmp_path)
+    found = play(machine, by_words_of_today(kept, case), tmp_path)
     compare_numbers(found["numbers"], case["numbers"], has_same_bits(kept))
     if "parameters" in case:
         compare_parameters(found["parameters"], case["parameters"], has_same_bits(kept))

@@ -1,8 +1,10 @@
-"""What scripts do that is rare and right: they change their folder, hold odd tensors, have optimizers of their own."""
+"""What scripts do that is rare and right: they seed by themselves, change their folder, hold odd tensors, have
+optimizers of their own."""
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 from collections import deque
@@ -19,7 +21,7 @@ from torch.utils.data import Dataset
 
 import shardway
 from runs import lone_rank, open_tiny, read_column
-from shardway.checkpoint.state import Unstorable, put_state_together, take_state_apart
+from shardway.checkpoint.state import Unstorable, put_state_together, seed_all, take_state_apart
 from shardway.errors import LostContact, UserError
 from shardway.ranks import stop
 from shardway.rundir.directory import RunDir
@@ -63,6 +65,50 @@ def test_a_script_may_go_to_another_folder(
         os.chdir(tmp_path)
     assert RunDir(tmp_path / "run").checkpoint_steps()[-1] == 6
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("words", [(), ("train.seed=3",)])
+def test_a_seed_of_the_script_holds(words: tuple[str, ...], tmp_path: Path, quiet_threads: None) -> None:
+    """Unless the run is asked for another."""
+    drawn = []
+    for number, seed in enumerate((7, 7, 8, None, None)):
+        seed_all(99, 0)  # as a run before in this process
+        if seed is not None:
+            torch.manual_seed(seed)
+        expected = torch.rand(4, generator=torch.Generator().manual_seed(seed or 0))
+        with shardway.start(*KEYS, *words, directory=tmp_path / str(number)):
+            drawn.append(torch.rand(4))
+        assert torch.equal(drawn[-1], expected) == (not words)
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[3], drawn[4])
+    assert torch.equal(drawn[0], drawn[2]) == bool(words)
+
+
+@pytest.mark.parametrize("words", [(), ("train.seed=3",)])
+def test_other_generators_are_as_the_script_left_them(words: tuple[str, ...], tmp_path: Path) -> None:
+    """They do not show whether they were seeded; unless the run is asked for a seed."""
+    np.random.seed(5)
+    random.seed(5)
+    expected = np.random.RandomState(5).rand(), random.Random(5).random()
+    with shardway.start(*KEYS, *words, directory=tmp_path / "run"):
+        drawn = np.random.rand(), random.random()
+    assert (drawn == expected) == (not words)
+
+
+@pytest.mark.parametrize("words", [(), ("run.threads=2",)])
+def test_threads_of_the_script_hold(
+    words: tuple[str, ...], tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a second run of the process; unless the run is asked for another number."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    keys = (*(key for key in KEYS if not key.startswith("run.threads")), *words)
+    for name in ("first", "second"):  # a run that another one precedes
+        torch.set_num_threads(5)
+        with shardway.start(*keys, directory=tmp_path / name) as run:
+            assert torch.get_num_threads() == run.resolved.values.run.threads == (2 if words else 5)
+    torch.set_num_threads(1)  # as torch began
+    with shardway.start(*keys, directory=tmp_path / "third") as run:
+        assert run.resolved.origins["run.threads"] != "torch.set_num_threads"
 
 
 def test_a_stop_that_comes_while_a_watch_begins_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,12 @@ def _place(item: ReadItem) -> tuple[str, Shape]:
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether the memory of a target has its values in their order, so that they can be read into it as they lie."""
+    in_order = type(target) is torch.Tensor and target.is_cpu and target.is_contiguous()
+    return in_order and not target.is_conj() and not target.is_neg()
+
+
 def _read_chunk(
     blocks: BlockReader, chunk: Chunk, dtype: torch.dtype, wanted: Sequence[tuple[ReadItem, torch.Tensor]]
 ) -> None:
@@ -165,9 +171,8 @@ def _read_chunk(
             shape = (end - first, *chunk.sizes[1:])
         at = chunk.at + first * math.prod(chunk.sizes[1:]) * dtype.itemsize
         item, target = wanted[0]
-        is_plain = len(wanted) == 1 and type(target) is torch.Tensor and target.is_cpu and target.is_contiguous()
-        is_plain = is_plain and not target.is_conj() and not target.is_neg()
-        if is_plain and target.dtype == dtype and tuple(item.lengths[1:]) == chunk.sizes[1:]:
+        is_alone = len(wanted) == 1 and target.dtype == dtype and tuple(item.lengths[1:]) == chunk.sizes[1:]
+        if is_alone and _is_plain(target):
             blocks.read(chunk.file, at, memory_of(target))  # it lies in memory as it does in the file
             return
         rows = _read_plain(blocks, chunk.file, at, shape, dtype)

@@ -375,22 +375,23 @@ class Trained(CheckpointState):
         options = StateDictOptions(strict=False)
         for part, optimizer in self.optimizers.items():
             further: dict[str, Any] = {}
+            by_number: dict[int, Any] | None = None
             if text := tensors.get(structure_name(f"{part}.further")):
                 further = _put_together(text, tensors[part].get("further", {}))
             if text := tensors.get(structure_name(part)) if part in tensors else None:
                 saved = _put_together(text, tensors[part].get("values", {}))
                 if saved["of"] != type(optimizer).__name__:
                     raise _other_kind(part, optimizer, saved["of"])
-                groups = optimizer.state_dict()["param_groups"]
-                with settings_kept(optimizer):
-                    optimizer.load_state_dict({**further, "state": saved["state"], "param_groups": groups})
+                by_number = saved["state"]
             elif part not in tensors or (not tensors[part]["state"] and needs_closure(optimizer)):
                 optimizer.state.clear()
+                continue
             elif is_foreign(optimizer):
-                saved = self._by_number(optimizer, tensors[part]["state"])
+                by_number = self._by_number(optimizer, tensors[part]["state"])
+            if by_number is not None:
                 groups = optimizer.state_dict()["param_groups"]
                 with settings_kept(optimizer):
-                    optimizer.load_state_dict({**further, "state": saved, "param_groups": groups})
+                    optimizer.load_state_dict({**further, "state": by_number, "param_groups": groups})
             else:
                 around = self._around(optimizer)
                 with (
@@ -429,7 +430,7 @@ class Trained(CheckpointState):
 
     def _by_number(self, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> dict[int, Any]:
         """States by the number of their parameter, as the optimizer has them, from those by name."""
-        known, numbers = self._named_parameters(), {id(p): number for number, p in enumerate(_parameters_of(optimizer))}
+        known, numbers = self._named_parameters(), {id(p): number for number, p in enumerate(parameters_of(optimizer))}
         return {numbers[id(known[name])]: state for name, state in states.items()}
 
     def _around(self, optimizer: torch.optim.Optimizer) -> nn.Module:
@@ -514,7 +515,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 _KNOWN_HOMES = ("torch.", "shardway.", "torchao.", "deepspeed.", "bitsandbytes.", "apex.", "transformer_engine.")
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer, in the order of their numbers in its state_dict()."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -523,7 +524,7 @@ def is_foreign(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class is a script's own, so that its `step` may do more than update parameters: it is not called to
     find out which states there are. Of shards they are found so all the same, since each has a layout."""
     home = str(type(optimizer).step.__module__)
-    whole = not any(isinstance(parameter, DTensor) for parameter in _parameters_of(optimizer))
+    whole = not any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer))
     return whole and not home.startswith(_KNOWN_HOMES)
 
 
@@ -594,7 +595,7 @@ def all_trainable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """In this context every parameter of the optimizer may have a state: one that is frozen now may have been
     trained."""
     # One of integers (quantized weights) never has a state, and torch refuses that it asks for a gradient.
-    frozen = [p for p in _parameters_of(optimizer) if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+    frozen = [p for p in parameters_of(optimizer) if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
@@ -702,12 +703,30 @@ def set_random_state(state: Tensors) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+_seeded = set[int]()
+"""Seeds that torch's generator was given here, by this process."""
+
+
 def seed_all(seed: int, rank: int) -> None:
     """Seed every generator of this rank; ranks differ, so that their dropout masks do."""
-    mixed = (seed * 1_000_003 + rank) % 2**63
-    torch.manual_seed(mixed)
+    mixed = _seed_torch(seed, rank)
     np.random.seed(mixed % 2**32)
     random.seed(mixed)
+
+
+def seed_unseeded(seed: int, rank: int) -> None:
+    """Seed torch's generators of this rank, unless a script has: torch draws the seed of a process that names none from
+    64 bits, and scripts name a smaller one. Those of NumPy and of Python do not show whether they were seeded, so they
+    stay as they are."""
+    if torch.initial_seed() >= 2**32 or torch.initial_seed() in _seeded:
+        _seed_torch(seed, rank)
+
+
+def _seed_torch(seed: int, rank: int) -> int:
+    mixed = (seed * 1_000_003 + rank) % 2**63
+    torch.manual_seed(mixed)
+    _seeded.add(mixed)
+    return mixed
 
 
 # --- a script's own objects
@@ -740,7 +759,8 @@ class KeptObjects(CheckpointState):
                     "  To do: give it state_dict() and load_state_dict(state), or keep what inside it has both."
                 )
         if isinstance(thing, nn.Module) and callable(getattr(thing, "persistent", None)):
-            thing.persistent(mode=True)  # type: ignore[operator]  # metrics of torchmetrics leave their states out of state_dict() otherwise
+            # Metrics of torchmetrics leave their states out of state_dict() otherwise.
+            thing.persistent(mode=True)  # type: ignore[operator]
         _take_apart(name, thing.state_dict())
         self.objects[name] = thing
         if name in self.waiting:

@@ -411,7 +411,8 @@ def check_savable(tensors: Mapping[str, Any], what: str, *, in_place: bool = Fal
     where it would be loaded `in_place`, if torch cannot write to that."""
     flat, _ = flatten_state_dict(dict(tensors))
     problems = [Problem(name, why, allowed=_ALLOWED) for name, value in flat.items() if (why := _find_hindrance(value))]
-    repeated = [name for name, value in flat.items() if in_place and isinstance(value, torch.Tensor) and repeats(value)]
+    held = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    repeated = [name for name, value in held.items() if in_place and repeated_dims(value)]
     expanded, remedy = "its elements share memory (`expand`), so nothing can be loaded into it", "clone() it first"
     problems += [Problem(name, expanded, remedy=remedy) for name in repeated]
     check_no_problems(f"{what}, which a checkpoint has to hold", problems)
@@ -434,9 +435,10 @@ def check_collects(collect: Callable[[], Tensors]) -> None:
     check_savable(tensors, "the state of this run")
 
 
-def repeats(tensor: torch.Tensor) -> bool:
-    """Whether several elements lie at one place in memory, as `expand` makes them."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def repeated_dims(tensor: torch.Tensor) -> list[int]:
+    """The dims along which all elements lie at one place in memory, as `expand` makes them."""
+    sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return [dim for dim, (size, stride) in sizes if size > 1 and stride == 0]
 
 
 def _find_hindrance(value: Any) -> str:

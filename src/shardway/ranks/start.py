@@ -143,7 +143,7 @@ def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr that is not a file, as in a notebook
             faulthandler.enable(sys.stderr)
     raise_file_limit()
-    torch.set_num_threads(_fit_threads(placement, options.threads))
+    _set_threads(_fit_threads(placement, options.threads))
     device = _choose_device(placement, options.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -154,6 +154,31 @@ def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     else:
         return Ranks(placement, device, grouped=False)
     return Ranks(placement, device, grouped=True)
+
+
+_set_here = set[int]()
+"""Numbers of threads that ranks of this process have started with, where torch had another before."""
+
+
+def _set_threads(threads: int) -> None:
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+        _set_here.add(threads)
+
+
+def find_script_threads() -> int | None:
+    """The number of threads that a script has chosen by `torch.set_num_threads`; None if torch has one that it may have
+    begun with: all cores, one for each physical core, or what OMP_NUM_THREADS or MKL_NUM_THREADS state."""
+    import psutil  # imported here: `shardway train` does not ask
+
+    found = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    logical, physical = psutil.cpu_count() or cores, psutil.cpu_count(logical=False) or cores
+    begins = {cores, min(cores, physical), max(1, cores * physical // logical)}
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        text = os.environ.get(variable, "").partition(",")[0].strip()
+        begins |= {min(int(text), each) for each in (*begins, int(text))} if text.isdecimal() else set()
+    return None if found in begins or found in _set_here else found
 
 
 def _fit_threads(placement: Placement, threads: int) -> int:

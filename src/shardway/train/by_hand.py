@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shardway.checkpoint.file_format import TensorTable
-from shardway.checkpoint.state import CheckpointState, Tensors, make_room, needs_closure
+from shardway.checkpoint.state import CheckpointState, Tensors, make_room, needs_closure, parameters_of
 from shardway.data.batch_tree import count_rows, is_pair
 from shardway.data.loader import Batch
 from shardway.errors import UserError
@@ -300,7 +300,7 @@ class GradientsByHand(CheckpointState):
         """
         found: list[Any] = [target] if isinstance(target, torch.Tensor) else []
         if isinstance(target, torch.optim.Optimizer):
-            found = [each for group in target.param_groups for each in group["params"]]
+            found = list(parameters_of(target))
         elif isinstance(target, nn.Module):
             held = self._held.find_model(target)
             found = list(self._of_model[held.name] if held is not None else target.parameters())

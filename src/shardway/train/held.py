@@ -39,6 +39,7 @@ from shardway.checkpoint.state import (
     Trained,
     Unstorable,
     inline,
+    parameters_of,
     read_inline,
 )
 from shardway.errors import UserError, list_some
@@ -90,7 +91,7 @@ class HeldOptimizer:
     model: HeldModel
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return parameters_of(self.optimizer)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from torch import nn
 
 from shardway.checkpoint.manager import remove_leftovers
 from shardway.checkpoint.reader import peek_latest
-from shardway.checkpoint.state import seed_all
+from shardway.checkpoint.state import seed_all, seed_unseeded
 from shardway.data.damage import DamageFound
 from shardway.data.waiting import WorkerChoice
 from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reason
@@ -44,7 +44,7 @@ from shardway.ranks.ft_launcher_client import open_monitor
 from shardway.ranks.hang import read_hang_timeout
 from shardway.ranks.heartbeat import Progress, find_process_start, open_heartbeat
 from shardway.ranks.launcher import Placement, find_placement
-from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
+from shardway.ranks.start import Ranks, StartOptions, find_script_threads, is_out_of_memory, start_ranks
 from shardway.ranks.stop import (
     BREAK,
     STOP_SIGNALS,
@@ -57,7 +57,7 @@ from shardway.ranks.stop import (
 )
 from shardway.resolve import DataFacts, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.draft import DERIVED, Resolved, Settled, value_of
-from shardway.resolve.request import Resolution, ResolveRequest, check_variables, read_before, resolve_request
+from shardway.resolve.request import Resolution, ResolveRequest, check_variables, read_before, resolve_loaded
 from shardway.resolve.rules.formats import COMPILE, COMPUTE, DROPS, KEYS, TF32
 from shardway.rundir.attempts import SECOND_SIGNAL, VARIABLE, Attempt, Ending
 from shardway.rundir.directory import OWN_NAMES, RunDir
@@ -65,7 +65,7 @@ from shardway.rundir.file_io import list_missing, list_names, refusals
 from shardway.rundir.lease import HeldLease
 from shardway.rundir.names import ensure_run_id, find_local_run, find_run_id
 from shardway.rundir.notify import find_lacks, notify
-from shardway.runfile.load import DEFAULT
+from shardway.runfile.load import DEFAULT, load_run
 from shardway.telemetry.start import SampledRun, sampled
 from shardway.train.engines import ENGINES
 from shardway.train.record import KILLED, ExitReport, Recorder
@@ -232,7 +232,10 @@ def open_session(request: ResolveRequest, environ: Mapping[str, str]) -> Iterato
         monitor = open_monitor(placement)
         page = open_heartbeat(environ, placement.local_rank) if monitor is None else monitor
         progress = Progress(page, process_start=find_process_start(attempt, environ))
-        resolution = resolve_request(request, placement.world, placement.local_world)
+        loaded = load_run(request.run_file, request.overrides)
+        if request.own_model and (threads := find_script_threads()) is not None:
+            loaded = loaded.with_default("run.threads", threads, "torch.set_num_threads")
+        resolution = resolve_loaded(request, loaded, placement.world, placement.local_world)
         check_variables(resolution.loaded)
         values = resolution.resolved.values
         run, engine = values.run, ENGINES[values.train.engine]
@@ -290,7 +293,8 @@ def hold_session(
         stack.callback(_notify_owner, recorder, directory, ranks, resolved, attempt)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
-        seed_all(values.train.seed, ranks.rank)
+        seeds = seed_unseeded if own_model and resolved.origins["train.seed"] == DEFAULT else seed_all
+        seeds(values.train.seed, ranks.rank)
         # In a notebook a signal is for its cell or its kernel, which go on when this run has ended.
         signals = stack.enter_context(SignalWatch(STOP_SIGNALS if find_shell() is None else (BREAK,)))
         reporting = _failure_reported(attempt, ranks.placement, lambda: recorder.step_done)

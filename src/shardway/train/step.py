@@ -34,7 +34,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardway.checkpoint.state import needs_closure
+from shardway.checkpoint.state import needs_closure, parameters_of
+from shardway.checkpoint.writer import repeated_dims
 from shardway.data.batch_tree import list_leaves
 from shardway.errors import UserError
 from shardway.parallel.apply import ParallelModel
@@ -102,9 +103,8 @@ class RngAndBufferSnapshot:
 
 def _copy_once(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values of the same shape; an element that `expand` repeats is written once, as torch asks for."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    for dim in repeated_dims(tensor):
+        tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     tensor.copy_(values)
 
 
@@ -242,7 +242,7 @@ class StepParts:
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return parameters_of(self.optimizer)
 
 
 @dataclass
