@@ -234,7 +234,7 @@ def open_session(request: ResolveRequest, environ: Mapping[str, str]) -> Iterato
         progress = Progress(page, process_start=find_process_start(attempt, environ))
         loaded = load_run(request.run_file, request.overrides)
         if request.own_model and (threads := find_script_threads()) is not None:
-            loaded = loaded.with_default("run.threads", threads, "torch.set_num_threads")
+            loaded = loaded.with_default("run.threads", threads, "torch.get_num_threads() before shardway.start")
         resolution = resolve_loaded(request, loaded, placement.world, placement.local_world)
         check_variables(resolution.loaded)
         values = resolution.resolved.values
