@@ -42,8 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
     No garbage is looked for among what is imported, a seventh of the time of that, and seldom in what tests make."""
     gc.disable()
     config.stash[_OWN] = own_machine.settle_in()
-    if config.getoption("--part") != "1/1":
+    shared = config.getoption("--share")
+    if config.getoption("--part") != "1/1" or shared:
         config.pluginmanager.register(durations.Parts(config))
+    if shared:
+        kinds = durations.kinds_of(config.getoption("markexpr"))
+        config.pluginmanager.register(durations.SharedRun(Path(shared), kinds))
     if config.getoption("--write-durations"):
         config.pluginmanager.register(durations.Stopwatch())
 

@@ -5,9 +5,11 @@ tests/durations.txt holds a line for each test of SLOW_S or more, and one a file
     KIND SECONDS WHAT        KIND is slow, exhaustive (left out of `make test`), or fast (a file)
 
 `make durations` writes it again, on a machine with nothing else to do. A test that is not in it, a new one, is fast.
+Processes that share a run take its files one by one, the longest first, so that they end together on a machine on
+which tests take other times than in the table.
 
 Invariant: no test says itself that it is slow. The parts of a run are whole files, take about as long, and are all of
-it. This module must not import torch.
+it; a file of a shared run is run by one process. This module must not import torch.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ def read_rows() -> tuple[Row, ...]:
 def add_options(parser: pytest.Parser) -> None:
     """The options that are about how long tests take."""
     parser.addoption("--part", default="1/1", help="K/N: the files of the Kth of N parts that take as long")
+    parser.addoption("--share", metavar="FOLDER", help="run the files that no process with this folder has begun")
     parser.addoption("--write-durations", action="store_true", help="write tests/durations.txt again")
 
 
@@ -81,10 +84,7 @@ def choose_files(
     """Those of a part K/N of a run of these kinds of tests: each in turn, the longest first, to the part that has least
     by then; the files of `together` as if they were one. Raises UsageError."""
     number, count = _read_part(part)
-    seconds = defaultdict(lambda: FILE_S)
-    for row in read_rows():
-        if row.kind in kinds:
-            seconds[row.file] += row.seconds
+    seconds = _seconds_of_files(kinds)
     files = sorted(files)
     groups = [[file] for file in files if file not in together]
     groups += [company] if (company := [file for file in files if file in together]) else []
@@ -94,6 +94,15 @@ def choose_files(
         loads[least] += sum(seconds[file] for file in group)
         chosen[least].update(group)
     return frozenset(chosen[number - 1])
+
+
+def _seconds_of_files(kinds: frozenset[str]) -> defaultdict[str, float]:
+    """How long the tests of these kinds in a file take."""
+    seconds: defaultdict[str, float] = defaultdict(lambda: FILE_S)
+    for row in read_rows():
+        if row.kind in kinds:
+            seconds[row.file] += row.seconds
+    return seconds
 
 
 def _read_part(text: str) -> tuple[int, int]:
@@ -154,6 +163,48 @@ class Parts:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._root).as_posix()
+
+
+class SharedRun:
+    """Runs the files that no other process of this run has begun: the first to make an entry in `folder` has one."""
+
+    def __init__(self, folder: Path, kinds: frozenset[str]) -> None:
+        self._folder, self._kinds = folder, kinds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """As pytest's own. The next file is taken when the last test of the one before begins, so that fixtures of the
+        session live on."""
+        if session.testsfailed or session.config.option.collectonly:
+            return None
+        items = self.take_files(session.items)
+        item = next(items, None)
+        while item is not None:
+            following = next(items, None)
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+            item = following
+        return True
+
+    def take_files(self, items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+        """The tests of one file after another, each taken when its first test is asked for."""
+        seconds = _seconds_of_files(self._kinds)
+        files: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            files[item.nodeid.partition("::")[0]].append(item)
+        for file in sorted(files, key=lambda file: -seconds[file]):
+            if self._take(file):
+                yield from files[file]
+
+    def _take(self, file: str) -> bool:
+        try:
+            self._folder.joinpath(file.replace("/", "+")).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 class Stopwatch:

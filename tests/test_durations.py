@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,9 +13,11 @@ import durations
 from durations import (
     FAST,
     LONG_S,
+    SLOW,
     SLOW_S,
     WHY,
     Row,
+    SharedRun,
     choose_files,
     has_slow,
     kinds_of,
@@ -74,6 +79,48 @@ def test_a_file_is_looked_into_for_slow_tests_where_it_may_have_some(monkeypatch
 def test_a_part_that_there_is_not_is_refused(part: str) -> None:
     with pytest.raises(pytest.UsageError, match="K/N"):
         choose_files(part, frozenset({"slow"}), FILES)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Four tests in three files, of which the second takes longest."""
+    rows = [Row("slow", seconds, f"{name}::one") for name, seconds in (("a", 2.0), ("t/b", 3.0), ("c", 1.0))]
+    monkeypatch.setattr(durations, "read_rows", lambda: rows)
+    return [SimpleNamespace(nodeid=name) for name in ("a::one", "a::two", "t/b::one", "c::one")]
+
+
+def test_processes_that_share_a_run_take_each_file_once_and_the_longest_first(
+    shared: list[Any], tmp_path: Path
+) -> None:
+    one, other = (SharedRun(tmp_path, SLOW).take_files(shared) for _ in range(2))
+    order = [next(one).nodeid, next(other).nodeid, next(one).nodeid, next(other).nodeid]
+    assert order == ["t/b::one", "a::one", "c::one", "a::two"]
+    assert [*one, *other] == []
+
+
+def test_what_files_of_a_shared_run_have_in_common_is_kept_between_them(shared: list[Any], tmp_path: Path) -> None:
+    began = []
+
+    def begin(item: Any, nextitem: Any) -> None:
+        began.append((item.nodeid, nextitem and nextitem.nodeid))
+        session.shouldstop = "stop" if item.nodeid == "c::one" and stops else ""
+
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_runtest_protocol=begin), option=SimpleNamespace(collectonly=0))
+    session: Any = SimpleNamespace(
+        items=shared, config=config, testsfailed=0, shouldfail="", Interrupted=KeyboardInterrupt
+    )
+    stops = False
+    assert SharedRun(tmp_path, SLOW).pytest_runtestloop(session)
+    order = ["t/b::one", "a::one", "a::two", "c::one", None]
+    assert began == list(pairwise(order))
+    assert SharedRun(tmp_path, SLOW).pytest_runtestloop(session)
+    assert len(began) == 4  # nothing is left for another process
+    stops = True
+    tmp_path.joinpath("c").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        SharedRun(tmp_path, SLOW).pytest_runtestloop(session)
+    session.testsfailed = 1  # a file that cannot be imported
+    assert SharedRun(tmp_path, SLOW).pytest_runtestloop(session) is None
 
 
 def test_the_table_keeps_what_was_not_measured() -> None:

@@ -27,3 +27,5 @@ def test_commands_side_by_side_are_told_in_order_and_fail_where_one_does() -> No
     assert (ended.returncode, ended.stdout) == (0, "first\nsecond\n")
     ended = subprocess.run([*both, "false"], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, "first\nsecond\n")
+    shared = [both[0], *['mkdir "$SIDE_BY_SIDE/one" 2>/dev/null && echo mine'] * 2]
+    assert subprocess.run(shared, capture_output=True, text=True, check=False).stdout == "mine\n"

@@ -1,8 +1,10 @@
 #!/bin/sh
 # Runs commands at once and prints what each has to say when it is done, and how long all took; fails where one failed.
-# usage: tools/side_by_side.sh COMMAND...      each in one word, for a shell
+# usage: tools/side_by_side.sh COMMAND...      each in one word, for a shell; $SIDE_BY_SIDE is an empty folder of all
 set -u
 folder=$(mktemp -d)
+export SIDE_BY_SIDE="$folder/shared"
+mkdir "$SIDE_BY_SIDE"
 trap 'rm -rf "$folder"' EXIT
 trap 'kill $running 2>/dev/null; exit 130' INT TERM
 
