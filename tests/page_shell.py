@@ -1,7 +1,7 @@
 """Runs the `sh` blocks of a page or a lesson as a reader would: one after another, in one folder.
 
-Simple lines (a program and its words) start warm, so that pages need no minutes of imports; a block that puts a
-command into the background, and any line with a character of the shell's, is given to `sh` as it stands.
+Simple lines (a program and its words, also with `&` behind it) start warm, so that pages need no minutes of imports;
+any line with a character of the shell's is given to `bash` as it stands, and fails where a command of a pipe does.
 """
 
 from __future__ import annotations
@@ -37,39 +37,41 @@ class PageShell:
 
     folder: Path
     printed: list[str] = field(default_factory=list)
+    _behind: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def environ(self) -> dict[str, str]:
         return {**reader_environ(), "COLUMNS": "120"}
 
-    def run_block(self, block: str) -> None:
-        """Run a block; fails where a command does."""
-        if " &\n" in block:
-            self._start(["sh", "-euc", block], block)
-            for folder in re.findall(r"^cd (\S+)$", block, re.MULTILINE):
-                self.folder /= folder
-            return
-        for line in block.splitlines():
-            self.run_line(line)
+    def run_block(self, block: str) -> str:
+        """Run a block; fails where a command does. What it printed to the standard output."""
+        return "".join(self.run_line(line).stdout for line in block.replace("\\\n", "").splitlines())
 
     def run_line(self, line: str) -> subprocess.CompletedProcess[str]:
         words = shlex.split(line, comments=True)
         if not words:
             return subprocess.CompletedProcess([], 0, "", "")
+        is_ours = words[0] in (*MODULES, "python")
+        if is_ours and words[-1] == "&":
+            self._behind.append(self._start_behind(words[:-1]))
+            return subprocess.CompletedProcess(words, 0, "", "")
+        if words == ["wait"]:  # as in a shell, however they ended
+            for process in self._behind:
+                process.wait(300)
+            self._behind.clear()
+            return subprocess.CompletedProcess(words, 0, "", "")
         if words[0] == "cd":
             self.folder = (self.folder / words[1]).resolve(strict=True)
             return subprocess.CompletedProcess(words, 0, "", "")
-        if re.search(r"[|&;<>$*`]", line) or words[0] not in (*MODULES, "python"):
-            return self._start(["sh", "-euc", line], line)
-        start = ["-m", MODULES[words[0]]] if words[0] in MODULES else []
-        return self._start([sys.executable, *start, *words[1:]], line)
+        if re.search(r"[|&;<>$*`]", line) or not is_ours:
+            return self._start(["bash", "-euo", "pipefail", "-c", line], line)
+        return self._start(_name_program(words), line)
 
     def try_line(self, line: str) -> subprocess.CompletedProcess[str]:
         """As `run_line`, for a command that may fail."""
-        program, *words = shlex.split(line)
         with warm.starts():
             return subprocess.run(
-                [sys.executable, "-m", MODULES[program], *words],
+                _name_program(shlex.split(line)),
                 cwd=self.folder,
                 env=self.environ,
                 capture_output=True,
@@ -83,3 +85,16 @@ class PageShell:
         self.printed += [done.stdout, done.stderr]
         assert done.returncode == 0, f"{shown}\n{done.stdout}\n{done.stderr}"
         return done
+
+    def _start_behind(self, words: list[str]) -> subprocess.Popen[bytes]:
+        nowhere = subprocess.DEVNULL
+        with warm.starts():
+            return subprocess.Popen(
+                _name_program(words), cwd=self.folder, env=self.environ, stdin=nowhere, stdout=nowhere, stderr=nowhere
+            )
+
+
+def _name_program(words: list[str]) -> list[str]:
+    """The same words for this Python, where they are a program of this environment."""
+    program, *rest = words
+    return [sys.executable, *(["-m", MODULES[program]] if program in MODULES else []), *rest]

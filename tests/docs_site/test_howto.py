@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import warm
-from page_shell import list_blocks, reader_environ
+from page_shell import PageShell, list_blocks
 from shardway.runfile.schema import all_keys, sections
 
 FOLDER = Path(__file__).parents[2] / "docs" / "howto"
@@ -36,41 +33,23 @@ OUTCOMES = {
 
 
 @pytest.fixture(scope="module")
-def environ() -> dict[str, str]:
-    return reader_environ()
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run that the pages work on, made as the first page has it."""
     folder = tmp_path_factory.mktemp("howto")
     (command,) = list_blocks((FOLDER / "index.md").read_text(encoding="utf-8"), "text")
-    words = command.split()[1:]
-    with warm.starts():
-        done = subprocess.run(
-            [sys.executable, "-m", "shardway", *words],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    assert done.returncode == 0, done.stderr
+    PageShell(folder).run_line(command.strip())
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OUTCOMES)
-def test_the_blocks_of_a_page_run(trained: Path, environ: dict[str, str], tmp_path: Path, name: str) -> None:
+def test_the_blocks_of_a_page_run(trained: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(trained, tmp_path / "here")
-    script = "\n".join(list_blocks((FOLDER / f"{name}.md").read_text(encoding="utf-8")))
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=tmp_path / "here", env=environ, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert OUTCOMES[name] in done.stdout
-    assert done.stdout.strip()
+    shell = PageShell(tmp_path / "here")
+    blocks = list_blocks((FOLDER / f"{name}.md").read_text(encoding="utf-8"))
+    printed = "".join(map(shell.run_block, blocks))
+    assert OUTCOMES[name] in printed
+    assert printed.strip()
 
 
 def test_every_page_is_listed_and_its_blocks_are_run() -> None:
