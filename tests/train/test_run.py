@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ from shardway.checkpoint.state import Trained
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.train.run import LiveRun
+from shardway.train.run import LiveRun, _write_report
 from shardway.train.validate import Validation
 from speed import picked
 from trained import assert_same_bits, whole, whole_state
@@ -370,3 +371,18 @@ def test_an_error_of_the_script_is_the_scripts(tmp_path: Path, quiet_threads: No
     assert read_column(tmp_path, "step") == [1, 2, 3]
     with open_tiny(tmp_path, lone_rank(), base=SCRIPT) as run:
         assert walk(run) == 12
+
+
+@pytest.mark.parametrize("at", ["shardway.watch.report", "shardway.watch.report.page.gather"])
+def test_a_report_that_cannot_be_written_leaves_the_run_as_it_ended(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its modules are loaded at the end of the run, when the installation may be gone or changed."""
+    if at.endswith("gather"):
+        monkeypatch.setattr(at, None)
+    else:
+        monkeypatch.setitem(sys.modules, at, None)  # as if it could not be loaded any more
+    _write_report(RunDir(tmp_path))
+    printed = capsys.readouterr().err
+    assert printed.startswith("the report was not written: ")
+    assert f"`shardway report {tmp_path}`" in printed

@@ -698,9 +698,9 @@ def train(request: ResolveRequest) -> RunOutcome:
 
 def _write_report(directory: RunDir) -> None:
     """Write the page of a run that has ended; one that cannot be written does not change how it ended."""
-    from shardway.watch.report import render_report  # not on the other ranks, nor before the run
+    try:  # also around the import, which is made here alone: what is installed may be gone by now
+        from shardway.watch.report import render_report
 
-    try:
         directory.write_report(render_report(directory))
     except Exception as error:
         logging.getLogger("shardway").warning(
