@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from commands import PATIENCE_S, Command, Start, training_commands
-from runs import TINY, place, read_column, read_named
+from runs import TINY, read_column, read_named
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.launchers import MODULE
 from shardway.launch.schedulers.local import ThisMachine
@@ -80,7 +80,7 @@ def test_a_monitor_that_does_not_answer_holds_nobody(tmp_path: Path, monkeypatch
     config = FaultToleranceConfig(enable_nic_monitor=False)
     process = RankMonitorServer.run_in_subprocess(config, str(tmp_path / "socket"), mp_ctx=fork)
     try:
-        page = ft_launcher_client.open_monitor(place(0, 1, "ft_launcher"))
+        page = ft_launcher_client.open_monitor()
         assert page is not None
         os.kill(process.pid, signal.SIGSTOP)
         began = time.monotonic()

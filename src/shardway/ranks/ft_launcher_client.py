@@ -20,7 +20,6 @@ from typing import Any
 
 from shardway.errors import SiteError
 from shardway.ranks.hang import ActivitySpan, HangTimeout
-from shardway.ranks.launcher import FT_LAUNCHER, Placement
 from shardway.telemetry.activity import Activity
 
 BEAT_S = 1.0
@@ -105,11 +104,9 @@ class MonitorHeartbeat:
                 client.shutdown_workload_monitoring()
 
 
-def open_monitor(placement: Placement) -> MonitorHeartbeat | None:
-    """The heartbeat of a rank that ft_launcher has started; None for any other, and if its monitor does not answer.
-    Raises SiteError where nvidia_resiliency_ext cannot be imported."""
-    if placement.launcher != FT_LAUNCHER:
-        return None
+def open_monitor() -> MonitorHeartbeat | None:
+    """The heartbeat of a rank that ft_launcher has started; None if its monitor does not answer. Raises SiteError where
+    nvidia_resiliency_ext cannot be imported."""
     try:
         from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
     except ImportError as error:

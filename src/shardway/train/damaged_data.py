@@ -27,8 +27,6 @@ def report_damage(session: Session, left_out: Sequence[LeftOut], step: int, *, o
     """Write down the samples that this rank has left out of a batch: of step `step`, or of the validation after it
     (`of` "validation"). Raises UserError, after which ranks do not start again by themselves, if they are more than
     guard.max_damaged in this attempt."""
-    if not left_out:
-        return
     found, recorder, ranks = session.damage, session.recorder, session.ranks
     new = found.add(of, left_out)
     if all(session.mesh.coordinate(axis) == 0 for axis in ("pp", "cp", "tp")):
@@ -51,9 +49,7 @@ def report_damage(session: Session, left_out: Sequence[LeftOut], step: int, *, o
 
 def report_all_damage(session: Session) -> None:
     """Write down how many samples all ranks have left out in this attempt; called on all of them together, at its
-    end."""
-    if session.resolved.values.guard.damaged_data != "skip":
-        return
+    end, if damaged samples are left out."""
     total = DamageFound()
     for found in session.ranks.gather(session.damage):
         total.join(found)

@@ -241,7 +241,8 @@ def validation_data(session: Session, samples: Any, collate: Collate | None = No
         batches = validation_stream(samples, count, share, collate)
 
     def take(batch: Batch) -> Any:
-        report_damage(session, batch.left_out, session.recorder.step_done, of="validation")
+        if batch.left_out:
+            report_damage(session, batch.left_out, session.recorder.step_done, of="validation")
         return batch.data
 
     return map(take, _on_device(batches, session))

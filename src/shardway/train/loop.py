@@ -673,7 +673,8 @@ class Loop:
         if self._plan.blend is not None:
             taken = self._plan.blend.count(self.counters.position, all_skips(self._session, self._left_out))
             self._recorder.event("blend_epochs", step=self.counters.step, **taken)
-        report_all_damage(self._session)
+        if self._session.resolved.values.guard.damaged_data == "skip":
+            report_all_damage(self._session)
         self._recorder.end(event, end)
         if self._ranks.is_first:
             self._session.directory.clear_stop()
@@ -710,7 +711,8 @@ class Loop:
         if decision.log or (self._metrics.is_waiting and alone):
             self._metrics.flush()
         report_skipped(self._session, before, self.counters, self._left_out)
-        report_damage(self._session, step.batch.left_out, self.counters.step)
+        if step.batch.left_out:
+            report_damage(self._session, step.batch.left_out, self.counters.step)
         for taken in step.taken:
             self._guard.look_at(self.counters.step, taken.result, step.batch)
         if self._profiling.end_step(self.counters.step, seconds, file_seen=decision.profile):

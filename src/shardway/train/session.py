@@ -40,10 +40,9 @@ from shardway.parallel.blocks import apply_backend_switches, drops, set_compile_
 from shardway.parallel.mesh import Mesh, build_mesh
 from shardway.parallel.precision import Precision, autocast_model, left_to_model, read_precision
 from shardway.ranks.failure import AttemptEnd, describe_error, find_attempt, report_fault
-from shardway.ranks.ft_launcher_client import open_monitor
 from shardway.ranks.hang import read_hang_timeout
 from shardway.ranks.heartbeat import Progress, find_process_start, open_heartbeat
-from shardway.ranks.launcher import Placement, find_placement
+from shardway.ranks.launcher import FT_LAUNCHER, Placement, find_placement
 from shardway.ranks.start import Ranks, StartOptions, find_script_threads, is_out_of_memory, start_ranks
 from shardway.ranks.stop import (
     BREAK,
@@ -66,6 +65,7 @@ from shardway.rundir.lease import HeldLease
 from shardway.rundir.names import ensure_run_id, find_local_run, find_run_id
 from shardway.rundir.notify import find_lacks, notify
 from shardway.runfile.load import DEFAULT, load_run
+from shardway.runfile.schema import NotifySection
 from shardway.telemetry.start import SampledRun, sampled
 from shardway.train.engines import ENGINES
 from shardway.train.record import KILLED, ExitReport, Recorder
@@ -229,7 +229,11 @@ def open_session(request: ResolveRequest, environ: Mapping[str, str]) -> Iterato
     if attempt is not None and request.own_model:  # where a stop is asked for; a directory that is set holds before it
         request = replace(request, directory=attempt.run_path)
     with _failure_reported(attempt, placement):
-        monitor = open_monitor(placement)
+        monitor = None
+        if placement.launcher == FT_LAUNCHER:
+            from shardway.ranks.ft_launcher_client import open_monitor
+
+            monitor = open_monitor()
         page = open_heartbeat(environ, placement.local_rank) if monitor is None else monitor
         progress = Progress(page, process_start=find_process_start(attempt, environ))
         loaded = load_run(request.run_file, request.overrides)
@@ -264,7 +268,8 @@ def hold_session(
             if not ranks.is_first:
                 return None
             track = resolution.resolved.values.track
-            check_trackers(track.to, track.settings, os.environ)
+            if track.to:
+                check_trackers(track.to, track.settings, os.environ)
             job = attempt.path.name if attempt is not None else ""
             hold = DirectoryHold(resolution.directory, job, fresh=resolution.request.fresh)
             stack.callback(hold.end)
@@ -287,10 +292,10 @@ def hold_session(
         reported = None if ranks.placement.launcher == "shardway" else attempt
         every_rank = values.data.record_ids
         recorder = Recorder(directory, ranks, every_rank=every_rank, attempt=reported, progress=progress)
-        if ranks.is_first:
+        if ranks.is_first and (values.notify.mail or values.notify.webhook):
             for lack in find_lacks(values.notify, os.environ):
                 logging.getLogger("shardway").warning(lack)
-        stack.callback(_notify_owner, recorder, directory, ranks, resolved, attempt)
+            stack.callback(_notify_owner, recorder, directory, ranks.placement, values.notify, attempt)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seeds = seed_unseeded if own_model and resolved.origins["train.seed"] == DEFAULT else seed_all
@@ -331,21 +336,21 @@ def hold_session(
 
 
 def _notify_owner(
-    recorder: Recorder, directory: RunDir, ranks: Ranks, resolved: Resolved, attempt: Attempt | None
+    recorder: Recorder, directory: RunDir, placement: Placement, section: NotifySection, attempt: Attempt | None
 ) -> None:
-    """Send how the run ended, from rank 0; of ranks that an agent of ours may start again, not that they failed, and of
-    an attempt whose time is over, nothing where the next one is queued."""
-    if recorder.ended is None or not ranks.is_first:
+    """Send how the run ended; of ranks that an agent of ours may start again, not that they failed, and of an attempt
+    whose time is over, nothing where the next one is queued."""
+    if recorder.ended is None:
         return
     state, end = recorder.ended
-    if state == "failed" and ranks.placement.launcher == "shardway":
+    if state == "failed" and placement.launcher == "shardway":
         return
     if end.state in (Ending.DEADLINE, Ending.PREEMPTED) and attempt is not None:
         following = directory.attempt(attempt.number + 1).read_submission()
         if following is not None and following.job:
             return
     kind = "failure" if state == "failed" else "end"
-    for failure in notify(directory, resolved.values.notify, kind, state, end.reason):
+    for failure in notify(directory, section, kind, state, end.reason):
         logging.getLogger("shardway").warning(failure)
 
 
