@@ -40,6 +40,7 @@ from shardway.checkpoint.file_format import (
     find_short,
     write_manifest,
 )
+from shardway.checkpoint.reader import ShardStore
 from shardway.checkpoint.writer import (
     CheckpointFolder,
     SavedCheckpoint,
@@ -230,23 +231,6 @@ def _receive(ranks: Ranks, transfer: Transfer, folder: Path, checksum: FileCheck
 
 
 @dataclass(frozen=True)
-class ShardStore:
-    """The files of one checkpoint, which every rank sees; `found` is the checkpoint as this rank reads it. The methods
-    are called on all ranks together."""
-
-    found: FoundCheckpoint
-    ranks: Ranks
-
-    def bring(self, find: Callable[[], Collection[str]]) -> list[str]:
-        """Make the files that `find` names readable for this rank; returns what of them is damaged."""
-        return []
-
-    def share(self, names: Sequence[str]) -> list[str]:
-        """The files that this rank reads whole; each file is read whole by one rank."""
-        return list(names[self.ranks.rank :: self.ranks.world])
-
-
-@dataclass(frozen=True)
 class LocalShardStore(ShardStore):
     """Each node has what it has saved; `nodes` is the node of each rank, `apart` opens the ranks over which files are
     sent."""
@@ -412,6 +396,18 @@ class LocalTier:
         """Write down where the run resumes; later saves have this origin."""
         self._start = descend(self._run, from_step, tier)
 
+    @contextlib.contextmanager
+    def line_kept(self) -> Iterator[None]:
+        """If the run is refused, remove what was written down of where it resumes."""
+        path, is_first = self._run.directory.path, self._run.ranks.is_first
+        before = read_line(path) if is_first and has_line(path) else None
+        try:
+            yield
+        except UserError:
+            if before is not None and read_line(path) != before:
+                write_line(path, before)
+            raise
+
     def settle(self, step: int, *, is_here: bool) -> None:
         """The run resumes from this step, from these disks or not: what is newer here is removed."""
         self._complete, self.is_base = [step] if is_here else [], is_here
@@ -463,22 +459,3 @@ def descend(run: SavedRun, from_step: int, tier: str) -> str:
         return entry.name
 
     return run.ranks.ask_first(write_down)
-
-
-def note_descent(run: SavedRun, from_step: int, tier: str) -> None:
-    """The same for a run that no longer saves on disks of nodes but has: what is there may be undone by now."""
-    if run.ranks.ask_first(lambda: has_line(run.directory.path)):
-        descend(run, from_step, tier)
-
-
-@contextlib.contextmanager
-def line_kept(run: SavedRun, tier: LocalTier | None) -> Iterator[None]:
-    """If a run is refused, remove what was written down of where it resumes."""
-    path, is_first = run.directory.path, run.ranks.is_first and tier is not None
-    before = read_line(path) if is_first and has_line(path) else None
-    try:
-        yield
-    except UserError:
-        if is_first and before is not None and read_line(path) != before:
-            write_line(path, before)
-        raise

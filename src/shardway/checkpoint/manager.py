@@ -25,14 +25,13 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardway.checkpoint.catalog import verify_checkpoint
 from shardway.checkpoint.file_format import Damaged
-from shardway.checkpoint.local_tier import LocalTier, SavedRun, replicate_checkpoint
 from shardway.checkpoint.state import CheckpointState, Tensors
 from shardway.checkpoint.writer import (
     CheckpointFolder,
@@ -51,6 +50,9 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import remove_folder
 from shardway.rundir.names import LOCAL, SHARED, step_name
 from shardway.watch.words import render_size
+
+if TYPE_CHECKING:
+    from shardway.checkpoint.local_tier import LocalTier, SavedRun
 
 # --- saves in a background thread
 
@@ -515,6 +517,8 @@ class CheckpointManager:
         started: float,
     ) -> AsyncSave:
         """What copies to the run directory in a thread what is written to the disks of the nodes, once it is."""
+        from shardway.checkpoint.local_tier import replicate_checkpoint  # where there is a tier
+
         apart, target = tier.apart(), shared_place(self._run.directory, self._run.ranks)
 
         def copy() -> SavedCheckpoint | None:

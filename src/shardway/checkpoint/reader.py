@@ -16,7 +16,7 @@ import contextlib
 import io
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,6 @@ from shardway.checkpoint.file_format import (
     read_manifest,
     read_table,
 )
-from shardway.checkpoint.local_tier import ShardStore
 from shardway.checkpoint.state import (
     CheckpointState,
     Tensors,
@@ -284,6 +283,23 @@ def nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
         f"no checkpoint in {directory.checkpoints} is whole:\n{lines}\n"
         f"  None was loaded, and nothing was changed. To do: restore the files, or {START_OVER}."
     )
+
+
+@dataclass(frozen=True)
+class ShardStore:
+    """The files of one checkpoint, which every rank sees; `found` is the checkpoint as this rank reads it. The methods
+    are called on all ranks together."""
+
+    found: FoundCheckpoint
+    ranks: Ranks
+
+    def bring(self, find: Callable[[], Collection[str]]) -> list[str]:
+        """Make the files that `find` names readable for this rank; returns what of them is damaged."""
+        return []
+
+    def share(self, names: Sequence[str]) -> list[str]:
+        """The files that this rank reads whole; each file is read whole by one rank."""
+        return list(names[self.ranks.rank :: self.ranks.world])
 
 
 def load_from(store: ShardStore, ranks: Ranks, state: CheckpointState) -> LoadedCheckpoint | PassedOver:

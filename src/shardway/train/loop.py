@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from shardway.checkpoint.catalog import BASE
-from shardway.checkpoint.local_tier import open_tier
 from shardway.checkpoint.manager import CheckpointManager, SavePoint
 from shardway.checkpoint.state import CheckpointState, Together, Trained
 from shardway.checkpoint.writer import check_collects
@@ -107,8 +106,12 @@ class Loop:
         self._state: CheckpointState = Together([self._trained, self._kept, *([data] if data is not None else [])])
         self._finish_reason, self._finishes, self._adopts = "", False, held is not None
         self._last_call: StepCall | None = None
-        self._tier = open_tier(session, plan.local.folder) if plan.local is not None else None
-        local = (self._tier, plan.local.every_s) if self._tier is not None and plan.local is not None else None
+        self._tier, local = None, None
+        if plan.local is not None:
+            from shardway.checkpoint.local_tier import open_tier
+
+            self._tier = open_tier(session, plan.local.folder)
+            local = self._tier, plan.local.every_s
 
         def took_save(seconds: float) -> None:
             if self._stopping.deadline is not None:

@@ -18,33 +18,27 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardway.checkpoint.catalog import CorruptCheckpoint, PassedOver, check_base, manifest_of_step, quarantine
 from shardway.checkpoint.file_format import Damaged, Manifest
-from shardway.checkpoint.local_tier import (
-    LocalTier,
-    line_kept,
-    line_of,
-    list_held,
-    note_descent,
-    open_local_store,
-    survey,
-)
 from shardway.checkpoint.reader import LoadedCheckpoint, load_from, load_latest
 from shardway.checkpoint.state import CheckpointState
 from shardway.data.order import Skips
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT, RunDir
 from shardway.rundir.events import drop_undone
-from shardway.rundir.names import LOCAL, SHARED, SkippedRange, read_left_out, read_line, step_name
+from shardway.rundir.names import LOCAL, SHARED, SkippedRange, has_line, read_left_out, read_line, step_name
 from shardway.runfile.schema import read_skips
 from shardway.train.blended import NUMBERS
 from shardway.train.loop_state import Counters, LoopPlan, read_counters
 from shardway.train.loss import LossScale
 from shardway.train.session import Session
+
+if TYPE_CHECKING:
+    from shardway.checkpoint.local_tier import LocalTier
 
 # --- where a run resumes
 
@@ -77,7 +71,7 @@ def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: Loca
         session.begin()  # nothing here to resume from, or to be refused for
     else:
         undone = session.ranks.ask_first(lambda: [each.step for each in _find_undone(session.directory)])
-    with line_kept(session, tier):
+    with contextlib.nullcontext() if tier is None else tier.line_kept():
         begun = Restored(None, Counters(), plan.loss_scale)
         local = _load_local(session, tier, state, begun) if tier is not None else begun
         loaded = local.loaded or load_latest(session.directory, session.ranks, state, without=undone)
@@ -113,6 +107,8 @@ def _check_none_is_gone(session: Session) -> None:
 def _load_local(session: Session, tier: LocalTier, state: CheckpointState, begun: Restored) -> Restored:
     """Install the newest checkpoint on the disks of the nodes that holds, on all ranks together: `begun`, with what was
     loaded. Raises JobError if it does not fit the state."""
+    from shardway.checkpoint.local_tier import line_of, list_held, open_local_store, survey  # where there is a tier
+
     ranks, directory = session.ranks, session.directory
     lineage, left_out, newest = ranks.ask_first(
         lambda: (read_line(directory.path), directory.left_out.read(), max(directory.checkpoint_steps(), default=0))
@@ -170,12 +166,15 @@ def settle_restored(session: Session, restored: Restored, tier: LocalTier | None
     Raises JobError."""
     undone, loaded = quarantine_undone(session), restored.loaded
     step, where = (loaded.step, loaded.tier) if loaded is not None else (0, SHARED)
-    if tier is None:
-        note_descent(session, step, where)
-    else:
+    if tier is not None:
         if where == SHARED:
             tier.begin(step, where)
         tier.settle(step, is_here=where == LOCAL)
+    elif session.ranks.ask_first(lambda: has_line(session.directory.path)):
+        # The run no longer saves on disks of nodes but has: what is there may be undone by now.
+        from shardway.checkpoint.local_tier import descend
+
+        descend(session, step, where)
 
     def know_left_out() -> tuple[SkippedRange, ...]:
         if not session.ranks.is_first:

@@ -44,8 +44,7 @@ from shardway.checkpoint.export import (
 )
 from shardway.checkpoint.file_format import Damaged
 from shardway.checkpoint.import_weights import ForeignSource, Match, OwnSource, has_own_head, match_source, open_source
-from shardway.checkpoint.local_tier import ShardStore
-from shardway.checkpoint.reader import load_from, load_latest, nothing_whole
+from shardway.checkpoint.reader import ShardStore, load_from, load_latest, nothing_whole
 from shardway.checkpoint.state import MODEL, Trained, count_bytes
 from shardway.checkpoint.writer import Content, shared_place, write_checkpoint
 from shardway.data.open import open_resolved

@@ -371,13 +371,13 @@ def test_a_damaged_file_is_not_copied(
 def test_nodes_save_on_while_a_slow_file_system_is_written(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch, well: list[float]
 ) -> None:
-    gate, copy = threading.Event(), manager.replicate_checkpoint
+    gate, copy = threading.Event(), local_tier.replicate_checkpoint
 
     def wait_first(*arguments: Any) -> Any:
         assert gate.wait(60.0)
         return copy(*arguments)
 
-    monkeypatch.setattr(manager, "replicate_checkpoint", wait_first)
+    monkeypatch.setattr(local_tier, "replicate_checkpoint", wait_first)
 
     def look(run: LiveRun, step: int) -> None:
         if (save := run._loop._checkpoints._saving) is not None:  # type: ignore[union-attr]
