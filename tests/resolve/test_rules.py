@@ -11,7 +11,7 @@ import cases_model
 import cases_numerics
 import cases_pipeline
 import pytest
-from resolving import refusal_of, resolve_words, value_of
+from resolving import refusal_of, resolve_or_refuse, resolve_words, value_of
 from rule_cases import CONVNET, EMULATED, Derives, Refuses
 
 from shardway.resolve import Circumstances, resolve
@@ -78,6 +78,12 @@ def test_every_rule_is_tested_below() -> None:
     names = {rule.__name__ for rule in RULES} - ELSEWHERE
     assert {case.rule for case in DERIVATIONS} == ONLY_DERIVE | DERIVE_TOO
     assert {case.rule for case in REFUSALS} == names - ONLY_DERIVE
+
+
+def test_the_model_of_a_script_is_not_judged_by_the_model_section() -> None:
+    """Also where a rule looks whether other ranks would do: 5 do not divide the heads of [model]."""
+    refused = [str(resolve_or_refuse("parallel.tp=5", ranks=3, own_model=own)) for own in (False, True)]
+    assert ["start 5 ranks (--nproc 5), or change it" in text for text in refused] == [False, True]
 
 
 @pytest.mark.parametrize("case", DERIVATIONS, ids=str)

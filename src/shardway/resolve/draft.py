@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache, reduce, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -360,10 +360,26 @@ def list_rules(module: Mapping[str, Any]) -> tuple[Rule, ...]:
 
 
 def of_what_is_described(rule: Rule) -> Rule:
-    """Marks a rule of what [model] and [data] describe; the objects that a script passes in are checked in the same
-    way."""
-    rule.of_what_is_described = True  # type: ignore[attr-defined]
-    return rule
+    """A rule of what [model] and [data] describe: not for a script that brings its own model, whose objects are checked
+    in the same way when it passes them in."""
+
+    @wraps(rule)
+    def judge(draft: Draft) -> None:
+        if not draft.circumstances.own_model:
+            rule(draft)
+
+    return judge
+
+
+def of_engine(name: str, rule: Rule) -> Rule:
+    """A rule of one engine alone."""
+
+    @wraps(rule)
+    def judge(draft: Draft) -> None:
+        if draft.get("train.engine") == name:
+            rule(draft)
+
+    return judge
 
 
 # --- arithmetic that rules share

@@ -63,8 +63,7 @@ def resolve(loaded: LoadedRunFile, circumstances: Circumstances) -> Resolved:
     """Apply every rule in order. Raises UserError with all problems."""
     draft, title = Draft(loaded, circumstances), str(loaded.path) if loaded.path else "the run"
     for rule in RULES:
-        if not (circumstances.own_model and hasattr(rule, "of_what_is_described")):
-            rule(draft)
+        rule(draft)
     check_no_problems(title, draft.problems)
     factor = 1.0
     if draft.get("optim.lr_scaling") == "linear":

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardway.resolve.draft import Draft, Resolved, Rule, accumulation_of, batch_of, fact_of, list_rules
+from shardway.resolve.draft import Draft, Resolved, Rule, accumulation_of, batch_of, fact_of, list_rules, of_engine
 from shardway.resolve.rules.formats import list_own
 from shardway.runfile.load import render_value
 from shardway.runfile.schema import RunFile
@@ -109,8 +109,6 @@ OTHERWISE_DECIDED: Mapping[str, str] = {
 
 
 def zero_shards_over_copies_alone(draft: Draft) -> None:
-    if not _is_engine(draft):
-        return
     for axis in ("dp_shard", "cp", "tp", "pp", "ep"):
         degree = draft.get(f"parallel.{axis}")
         if degree not in (1, "auto"):
@@ -126,7 +124,7 @@ def zero_shards_over_copies_alone(draft: Draft) -> None:
 def zero_takes_steps_of_one_size(draft: Draft) -> None:
     """Its train_batch_size is fixed when it starts."""
     ramp = batch_of(draft)
-    if _is_engine(draft) and not ramp.is_constant:
+    if not ramp.is_constant:
         what = f"{ramp}: DeepSpeed takes steps of one size"
         remedy = f'set train.global_batch = {ramp.largest}, or train.engine = "torch"'
         draft.refuse("train.global_batch", what, "one number of samples", remedy)
@@ -135,14 +133,12 @@ def zero_takes_steps_of_one_size(draft: Draft) -> None:
 def zero_updates_parts_without_shape(draft: Draft) -> None:
     """ZeRO gives an optimizer flat pieces that begin and end anywhere in a matrix."""
     name = draft.get("optim.name")
-    if _is_engine(draft) and not fact_of("optim.name", name, "takes_flat_parts"):
+    if not fact_of("optim.name", name, "takes_flat_parts"):
         what = f'"{name}" needs the shapes of weights, and ZeRO hands it flat parts of them'
         draft.refuse("optim.name", what, f'{list_own("takes_flat_parts")}; or train.engine = "torch"')
 
 
 def zero_has_formats_of_its_own(draft: Draft) -> None:
-    if not _is_engine(draft):
-        return
     if draft.get("precision.compute") == "float8":
         allowed = '"fp32", "bf16", "fp16"; or train.engine = "torch"'
         draft.refuse("precision.compute", '"float8" is not for train.engine = "deepspeed"', allowed)
@@ -155,7 +151,7 @@ def zero_has_formats_of_its_own(draft: Draft) -> None:
 
 def zero_1_does_not_accumulate_in_bf16(draft: Draft) -> None:
     accumulation = accumulation_of(draft) if draft.get("train.micro_batch") != "auto" else 1
-    if _is_engine(draft) and adds_gradients_in_bf16(draft.values) and accumulation > 1:
+    if adds_gradients_in_bf16(draft.values) and accumulation > 1:
         what = f"1 would add the bf16 gradients of {accumulation} micro-batches up in bf16, which loses small ones"
         allowed = "2 or 3, which add in fp32"
         draft.refuse("deepspeed.stage", what, allowed, "or raise train.micro_batch until a rank's share is one")
@@ -163,13 +159,11 @@ def zero_1_does_not_accumulate_in_bf16(draft: Draft) -> None:
 
 def zero_3_compiles_blocks(draft: Draft) -> None:
     """It gathers weights in hooks on modules, which one graph of the whole model cannot contain."""
-    if _is_engine(draft) and draft.get("deepspeed.stage") == 3 and draft.get("train.compile") == "model":
+    if draft.get("deepspeed.stage") == 3 and draft.get("train.compile") == "model":
         draft.refuse("train.compile", '"model": ZeRO 3 gathers weights between modules', '"blocks" or "off"')
 
 
 def zero_offloads_what_it_shards(draft: Draft) -> None:
-    if not _is_engine(draft):
-        return
     stage, optimizer = draft.get("deepspeed.stage"), draft.get("deepspeed.offload_optimizer")
     params, remedy = draft.get("deepspeed.offload_params"), "set deepspeed.stage = 3"
     if params != "none" and stage != 3:
@@ -184,7 +178,7 @@ def zero_offloads_what_it_shards(draft: Draft) -> None:
 
 
 def settings_of_deepspeed_do_not_contradict_the_run_file(draft: Draft) -> None:
-    if not _is_engine(draft) or draft.get("train.micro_batch") == "auto":
+    if draft.get("train.micro_batch") == "auto":
         return
     settings = draft.get("deepspeed.settings")
     for name, decided_by in OTHERWISE_DECIDED.items():
@@ -196,8 +190,4 @@ def settings_of_deepspeed_do_not_contradict_the_run_file(draft: Draft) -> None:
         draft.refuse("deepspeed.settings", what, "", "remove it")
 
 
-def _is_engine(draft: Draft) -> bool:
-    return bool(draft.get("train.engine") == "deepspeed")
-
-
-RULES: tuple[Rule, ...] = list_rules(globals())
+RULES: tuple[Rule, ...] = tuple(of_engine("deepspeed", rule) for rule in list_rules(globals()))
