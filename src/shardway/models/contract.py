@@ -89,6 +89,11 @@ class Balancing(Protocol):
         """Take the sum of `load` over all ranks, and reset the counts."""
 
 
+def find_routers(model: nn.Module) -> list[Balancing]:
+    """The modules of a model that balance experts."""
+    return [module for module in model.modules() if isinstance(module, Balancing)]
+
+
 def held_by_rank(parameter: torch.Tensor) -> torch.Tensor:
     """The part of a parameter that this rank computes with: the local tensor of a split one, else itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

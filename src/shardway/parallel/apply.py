@@ -134,10 +134,10 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
     chunks = Chunks(mesh.coordinate("cp"), cp)
     if cp > 1:
         apply_context(model, facts, mesh.group("cp"), parallel.cp_method)
+        connect_routers(model, mesh)
     split_sequence = parallel.tp_sequence and "sequence" in facts.tensor.values()
     if facts.positions and (cp > 1 or pp > 1):
         _give_positions(stages, facts.positions, chunks, tp if split_sequence else 1)
-    connect_routers(model, mesh)
 
     units = find_units(model, plan)
     part = chunks.place * tp + mesh.coordinate("tp") if split_sequence else chunks.place

@@ -30,8 +30,8 @@ from shardway.data.batch_tree import count_rows, is_pair
 from shardway.data.loader import Batch
 from shardway.errors import UserError
 from shardway.layout import needs_sharding
-from shardway.models.contract import held_by_rank
-from shardway.parallel.axes.expert import balance, find_routers, set_gradient_scale
+from shardway.models.contract import find_routers, held_by_rank
+from shardway.parallel.axes.expert import balance
 from shardway.parallel.axes.replicate import ReplicatedModule, own_squares, scale_gradients, send, sum_gradients
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.precision import compute_scales
@@ -113,7 +113,7 @@ class GradientsByHand(CheckpointState):
         for engine in self._engines.values():
             weight = 1.0 if len(batch.ids) else 0.0
             passes = engine.passes
-            set_gradient_scale(passes.routers, weight / passes.batch_split.global_batch, passes.parallel.mesh)
+            passes.scale_routers(weight / passes.batch_split.global_batch)
         for model in self._held.models:
             if model.parallel.dropout is not None:
                 model.parallel.dropout.start(self._first_passes.first_sample(position, batch.samples), stride=1)
@@ -125,7 +125,7 @@ class GradientsByHand(CheckpointState):
         self._steps_alone = not step.by_hand
         if self._steps_alone:
             return
-        if not any(each.result.skipped for each in step.taken):
+        if self._routers and not any(each.result.skipped for each in step.taken):
             balance(self._routers, self._first_passes.parallel.mesh)
         if not self._under_autocast and self._session.precision.autocast_dtype is not None:
             self._note(

@@ -28,10 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shardway.data.batch_tree import LengthGroups, PackedInputs, count_rows, cut_rows, fill_empty, is_pair, map_tensors
 from shardway.data.order import position_share
 from shardway.errors import UserError
-from shardway.models.contract import Balancing
+from shardway.models.contract import Balancing, find_routers
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.context import Chunks
-from shardway.parallel.axes.expert import find_routers, set_gradient_scale
 from shardway.parallel.axes.pipeline import Pipeline
 from shardway.parallel.axes.replicate import accumulating, find_copies
 from shardway.parallel.precision import Precision
@@ -163,12 +162,20 @@ class Passes:
         """`sample`: the number of this rank's first sample."""
         sums = self._zeros()
         for number, micro in enumerate(micros, start=1):
-            set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
+            self.scale_routers(micro.weight * scale)
             if self.parallel.dropout is not None:
                 self.parallel.dropout.start(sample + micro.start)
             with self.around(model, last=number == len(micros)):
                 self._one(model, loss_fn, scale, micro, sums)
         return sums
+
+    def scale_routers(self, scale: float) -> None:
+        """Set on routers the factor of the sum over tokens of the main loss: 0 for rows that do not count.
+
+        All ranks of the tensor axis route the same tokens, and their gradients are summed: each answers for its part.
+        """
+        for router in self.routers:
+            router.gradient_scale = scale / self.parallel.mesh.degree("tp")
 
     def _one(self, model: nn.Module, loss_fn: Loss, scale: float, micro: Micro, sums: torch.Tensor) -> None:
         loss = self._forward(model, micro, loss_fn)
@@ -305,7 +312,7 @@ class Passes:
             run = partial(pipeline.run, tokens, per_pass, partial(loss_of, start), named=named)
             if scale is not None and pipeline.is_new_to(tokens, per_pass, training=True):
                 self._rehearse(run)
-            set_gradient_scale(self.routers, scale or 0.0, self.parallel.mesh)
+            self.scale_routers(scale or 0.0)
             if self.parallel.dropout is not None:
                 self.parallel.dropout.start(sample + start, size)
             run(training=scale is not None)
@@ -317,7 +324,7 @@ class Passes:
 
         All ranks of a pipeline take part, whether their stages have any of these or not.
         """
-        set_gradient_scale(self.routers, 0.0, self.parallel.mesh)
+        self.scale_routers(0.0)
         buffers = [(buffer, buffer.clone()) for buffer in self.parallel.module.buffers()]
         with torch.random.fork_rng():
             run(training=True)

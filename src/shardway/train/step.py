@@ -343,9 +343,9 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, con
             for parallel in passes.parallels:
                 compute_scales(parallel.module, passes.precision.float8)
         parts.clear_gradients()
-        if not refused:
+        if passes.routers and not refused:
             balance(passes.routers, passes.parallel.mesh)
-        elif decision.void:
+        if decision.void:
             before.put_back_model()
     return StepResult(
         loss=total / targets if targets and not decision.void else float("nan"),

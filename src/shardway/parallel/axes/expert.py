@@ -18,39 +18,22 @@ from torch import nn
 
 from shardway.errors import UserError
 from shardway.layout import SHARD
-from shardway.models.contract import Balancing, ModelPlan, match_modules, match_parameters
+from shardway.models.contract import Balancing, ModelPlan, find_routers, match_modules, match_parameters
 from shardway.parallel.axes.collectives import split_parameter, summed
 from shardway.parallel.mesh import Mesh
 
 # --- load balance of experts
 
 
-def find_routers(model: nn.Module) -> list[Balancing]:
-    """The modules of a model that balance experts."""
-    return [module for module in model.modules() if isinstance(module, Balancing)]
-
-
 def connect_routers(model: nn.Module, mesh: Mesh) -> None:
-    """Let routers whose sequences are spread over ranks count the whole sequence."""
-    if mesh.degree("cp") > 1:
-        for router in find_routers(model):
-            router.sum_over_context = partial(summed, group=mesh.group("cp"))
-
-
-def set_gradient_scale(routers: Sequence[Balancing], scale: float, mesh: Mesh) -> None:
-    """Set on routers the factor of the sum over tokens of the main loss: 0 for rows that do not count.
-
-    All ranks of the tensor axis route the same tokens, and their gradients are summed: each answers for its part.
-    """
-    for router in routers:
-        router.gradient_scale = scale / mesh.degree("tp")
+    """Let routers, whose sequences are spread over the ranks of the context axis, count the whole sequence."""
+    for router in find_routers(model):
+        router.sum_over_context = partial(summed, group=mesh.group("cp"))
 
 
 @torch.no_grad()
 def balance(routers: Sequence[Balancing], mesh: Mesh) -> None:
-    """Add up what the routers of all ranks have counted since the last time, and let each adjust to it."""
-    if not routers:
-        return
+    """Add up what the routers (at least one) of all ranks have counted since the last time, and let each adjust."""
     loads = torch.stack([router.load for router in routers])
     for dim in ("dp_replicate", SHARD):
         if mesh.degree(dim) > 1:

@@ -198,7 +198,8 @@ class DeepSpeedEngine:
                 self._engine.step()
                 overflow = not self._engine.was_step_applied()
                 norm = math.inf if overflow else float(self._engine.get_global_grad_norm())
-            balance(self.passes.routers, self.passes.parallel.mesh)
+            if self.passes.routers:
+                balance(self.passes.routers, self.passes.parallel.mesh)
         return StepResult(
             loss=total / targets if targets else float("nan"),
             grad_norm=norm,
