@@ -2,7 +2,7 @@
 
 Invariants:
 - What a field serialises to is accepted by the same field again, unchanged.
-- `read_skips` reports all problems at once.
+- `read_skips` and `read_batch` report all problems at once.
 - Keys are strict (an unknown key is an error), and each has the sentence that `shardway config explain` prints: a key
   cannot be made without one.
 """
@@ -18,7 +18,7 @@ from shardway.batch_ramp import BatchRamp
 from shardway.plugins import PluginName
 from shardway.runfile.blend import BLEND_SCHEMA, BlendEntry, read_blend
 from shardway.runfile.capture import CaptureRange, parse_capture_range
-from shardway.runfile.pairs import BATCH_SCHEMA, read_batch
+from shardway.runfile.pairs import MOST, list_wrong_pairs
 from shardway.units import (
     LOSS,
     Monitor,
@@ -38,10 +38,30 @@ from shardway.units import (
 Auto = Literal["auto"]
 Off = Literal["off"]
 
-MOST = 10**18
-"""The largest position of data.skip: sums of it and of a batch still fit in 64 bits."""
-
 ALLOWED = f"pairs [from, to] of integers, from less than to, 0 to {MOST}, such as [[120000, 121000]]"
+
+
+BATCH_ALLOWED = (
+    "an integer of at least 1, or pairs [position, samples] such as [[0, 32], [100000, 64]], from position 0 on"
+)
+
+
+def read_batch(value: Any) -> int | list[list[int]]:
+    """The samples of a step: their number, or pairs [position, samples]. Raises ValueError with all that is wrong."""
+
+    def is_size(samples: Any) -> bool:
+        return isinstance(samples, int) and not isinstance(samples, bool) and 1 <= samples <= MOST
+
+    if isinstance(value, list):
+        if wrong := list_wrong_pairs(value, "size", f"number of samples (1 to {MOST})", is_size):
+            raise ValueError(f"{'; '.join(wrong)}; allowed: {BATCH_ALLOWED}")
+        return [list(pair) for pair in value]
+    if isinstance(value, bool) or not isinstance(value, int):
+        shown = json.dumps(value, ensure_ascii=False) if isinstance(value, bool | str) else repr(value)
+        raise ValueError(f"{shown} is neither an integer nor a list of pairs; allowed: {BATCH_ALLOWED}")
+    if value < 1:
+        raise ValueError(f"{value} is too small; allowed: {BATCH_ALLOWED}")
+    return value
 
 
 def read_skips(value: Any) -> list[list[int]]:
@@ -201,7 +221,17 @@ BlendField = Annotated[
     PlainSerializer(lambda parts: [part.as_table() for part in parts]),
     WithJsonSchema(BLEND_SCHEMA),
 ]
-BatchField = Annotated[int | list[list[int]], BeforeValidator(read_batch), WithJsonSchema(BATCH_SCHEMA)]
+BatchField = Annotated[
+    int | list[list[int]],
+    BeforeValidator(read_batch),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": _pair(0), "minItems": 1}],
+            "examples": [16, [[0, 32], [100000, 64]]],
+            "description": "a number of samples, or pairs [position, samples]",
+        }
+    ),
+]
 CaptureField = Annotated[
     Any,
     BeforeValidator(_read_capture),
