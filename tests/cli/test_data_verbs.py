@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from command_line import TINY, Ended, Shardway, write_text
 
 from shardway.data import convert
+from shardway.data import open as open_module
 from shardway.data.convert import WRITERS, convert_records
 from shardway.data.detect import check_is_text, open_records, place_of
 
@@ -424,6 +426,19 @@ def test_flipped_bits_of_any_format_are_found_after_index(
 
 
 # --- the samples of a run
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_run_opens_its_data_once(
+    draws: bool, shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But once more where that may draw random numbers, which are seeded in between."""
+    write_text(tmp_path)
+    opened = MagicMock(wraps=open_module.open_described)
+    monkeypatch.setattr(open_module, "open_described", opened)
+    monkeypatch.setattr(open_module, "may_draw", lambda section: draws)
+    assert shardway("train", *TINY, "--dir", "runs/a").code == 0
+    assert opened.call_count == 1 + draws
 
 
 def test_steps_and_samples_of_a_run(shardway: Shardway, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardway.data.open import Data, find_kind, open_data
+from shardway.data.open import Data, find_kind, may_draw, open_data
 from shardway.data.sources.base import DataSource, Slice
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection
@@ -31,6 +31,17 @@ def refused(wants: Any = "tokens", **keys: Any) -> str:
     with pytest.raises(UserError) as caught:
         read(wants, **keys)
     return str(caught.value)
+
+
+def test_code_of_others_may_draw_random_numbers_when_data_are_opened() -> None:
+    web = {"path": "web", "weight": 1.0}
+    ours: list[dict[str, Any]] = [{}, {"kind": "synthetic"}, {"blend": [web, {**web, "kind": "jsonl"}]}]
+    others: list[dict[str, Any]] = [
+        {"kind": "dataset", "dataset": "mine:Rows"},
+        {"kind": "images", "transform": "mine:crop"},
+        {"blend": [web, {**web, "kind": "dataset"}]},
+    ]
+    assert [may_draw(DataSection.model_validate(keys)) for keys in (*ours, *others)] == [False] * 3 + [True] * 3
 
 
 def test_the_last_part_is_held_out(tokens: Path) -> None:

@@ -31,6 +31,7 @@ from shardway.rundir.attempts import VARIABLE
 from shardway.rundir.directory import RunDir
 
 if TYPE_CHECKING:
+    from shardway.data.open import Data
     from shardway.ranks.failure import AttemptShare
     from shardway.resolve.request import Resolution, ResolveRequest
     from shardway.rundir.events import Event
@@ -127,8 +128,7 @@ def _train(
         return
     if leads:
         _check_free(resolution)
-    if compares:
-        _check_unchanged(resolution)
+    data = _check_unchanged(resolution) if compares else None
     check_torch("`shardway train`")
     agent = _import_agent() if nodes is not None else None
     written = resolution.directory.read_status()
@@ -142,7 +142,8 @@ def _train(
         if agent is not None:
             outcome = agent(resolution, nodes, print_line)
         else:
-            outcome = _train_here(request, resolution) if launched or nproc is None else _train_local(resolution, ranks)
+            here = launched or nproc is None
+            outcome = _train_here(request, resolution, data) if here else _train_local(resolution, ranks)
     if isinstance(outcome, int):
         raise typer.Exit(outcome)
     if leads or nodes is not None:
@@ -215,26 +216,27 @@ def _is_by_hand() -> bool:
     return VARIABLE not in os.environ
 
 
-def _check_unchanged(resolution: Resolution) -> None:
+def _check_unchanged(resolution: Resolution) -> Data | None:
     """Check the data, and that nothing has changed that must not change between two starts of a run, before torch is
     imported and anything is written. Raises UserError, JobError. Text is prepared here, so that the ranks find it
-    ready."""
-    from shardway.data.open import open_resolved
+    ready. Returns the open data; None where the run has to open them anew, after it has seeded random numbers."""
+    from shardway.data.open import may_draw, open_resolved
     from shardway.resolve import check_same_run, resolve_with_data
 
-    run = resolution.directory
-    resolve_with_data(resolution.resolved, open_resolved(resolution.resolved).facts)
+    run, data = resolution.directory, open_resolved(resolution.resolved)
+    resolve_with_data(resolution.resolved, data.facts)
     if not resolution.request.fresh and run.checkpoint_steps():
         check_same_run(run.read_resolved(), resolution.resolved, str(run.path))
+    return None if may_draw(resolution.resolved.values.data) else data
 
 
-def _train_here(request: ResolveRequest, resolution: Resolution) -> dict[str, Any]:
+def _train_here(request: ResolveRequest, resolution: Resolution, data: Data | None) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", str(resolution.resolved.values.run.threads))
     ensure_temporary()  # which the import of torch needs
     with uncollected():
         from shardway.train.run import train as train_run
 
-    return asdict(train_run(request))
+    return asdict(train_run(request, data))
 
 
 def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:

@@ -122,6 +122,12 @@ def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:
     return (section.seq_len,), 256 if section.tokenizer == "bytes" else open_tokenizer(section.tokenizer).vocab
 
 
+def may_draw(section: DataSection) -> bool:
+    """Whether opening the data calls code that is not ours, which may draw random numbers."""
+    kinds = {_section_of(section, entry).kind for entry in section.blend} or {section.kind}
+    return bool(section.transform) or "dataset" in kinds or not kinds <= GROUPS["data_sources"].own.keys()
+
+
 def open_resolved(resolved: Resolved) -> Data:
     """The data of a run that is to train, for its model. Raises UserError also where data.kind is not set and a
     file is of another kind than its default."""

@@ -687,10 +687,11 @@ class RunOutcome:
     step: int
 
 
-def train(request: ResolveRequest) -> RunOutcome:
-    """Train on this rank until the run is finished or asked to stop, then report. Raises ShardwayError."""
+def train(request: ResolveRequest, data: Data | None = None) -> RunOutcome:
+    """Train on this rank until the run is finished or asked to stop, then report; `data` as of `train_run`. Raises
+    ShardwayError."""
     with open_run(request) as run:
-        outcome = train_run(run)
+        outcome = train_run(run, data)
         if run.is_first and run.session.recorder.is_open:
             _write_report(run.directory)
     return outcome
@@ -709,10 +710,11 @@ def _write_report(directory: RunDir) -> None:
         )
 
 
-def train_run(run: LiveRun) -> RunOutcome:
-    """Train what the run file of an open run describes."""
-    # The data are opened by rank 0 first, which prepares the files for the others.
-    data = run.session.ranks.first_then_all(lambda: open_resolved(run.resolved))
+def train_run(run: LiveRun, data: Data | None = None) -> RunOutcome:
+    """Train what the run file of an open run describes; `data` are its data if this process, its only rank, has opened
+    them already."""
+    if data is None:  # rank 0 opens them first, which prepares the files for the others
+        data = run.session.ranks.first_then_all(lambda: open_resolved(run.resolved))
     if run.resolved.values.train.tune == "auto":
         from shardway.train.tune import tune  # what is not measured need not be there
 
