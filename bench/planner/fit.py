@@ -393,7 +393,7 @@ def write(values: Values, samples: Sequence[Sample], interval: tuple[float, floa
         "[general]",
         *_lines(general, {name: counts[kind, name] for kind, name in counts if kind == "general"}),
     ]
-    for generation in (*BY_GENERATION, *TOLD):
+    for generation in dict.fromkeys((*BY_GENERATION, *TOLD)):
         own = {name: value for (kind, name), value in values.items() if kind == generation} | TOLD.get(generation, {})
         lines += ["", f"[{generation}]", *_lines(own, {name: counts[k, name] for k, name in counts if k == generation})]
     lines += ["", "[fitted]", *_list_fitted(counts)]

@@ -239,6 +239,7 @@ class _Reader:
                 overlaps_tensor=year >= BESIDE,
                 early_attention=year < RENEWED,
                 shards_low_bits=recipes and year >= EIGHT,
+                replays=bool(self.extra.get("cuda_graphs")),
             )
         return replace(guess_engine(framework, year, self.zero()), early_attention=year < RENEWED)
 

@@ -115,10 +115,10 @@ def test_few_layouts_of_one_model_are_told_apart(tmp_path: Path) -> None:
 
 MEANS = {  # mean error, in parts; in brackets before messages travelled beside products, and as rows were read then
     "dgxc-benchmarking": 0.06,  # held out (0.29; 0.11 with attention of 2024)
-    "megatron-readme": 0.10,  # held out (0.43)
+    "megatron-readme": 0.07,  # held out (0.43; 0.09 before one adapter's messages were told apart)
     "nemo-25.04": 0.06,  # held out (0.08)
-    "nemotron-4": 0.12,  # held out (0.12)
-    "torchtitan-2024-08": 0.19,  # held out (0.32)
+    "nemotron-4": 0.05,  # held out (0.12; 0.11)
+    "torchtitan-2024-08": 0.08,  # held out (0.32; 0.17)
     "torchtitan-2025-06": 0.07,  # held out (0.09)
     "megatron-bridge": 0.09,  # (0.10)
     "megatron-bridge-25.09": 0.13,  # held out (0.13)
@@ -141,7 +141,18 @@ def test_a_tensor_axis_of_eight_is_not_twice_too_long(tmp_path: Path) -> None:
     readme = [row for row in read_rows(CAUSES) if row["source_id"] == "megatron-readme" and row["tp"] == "8"]
     errors = [each.time_error for each in score_rows(tmp_path, readme)]
     assert len(errors) == 6
-    assert max(errors) < 0.3
+    assert max(errors) < 0.16
+
+
+def test_rows_say_in_which_format_they_ran_and_what_was_replayed() -> None:
+    """MLPerf's logs state both; as "fp4 or fp8" two thirds of them were read as runs in four bits."""
+    blackwell = [row for row in CORE if row["id"].startswith("mlperf5.1") and row["gpu"].startswith(("B", "GB"))]
+    assert {row["precision"] for row in blackwell} == {"NVFP4", "FP8-CS"}
+    cases = {row["id"]: rows.read_question(row).case for row in blackwell}
+    assert sum(case.precision == "fp4" for case in cases.values()) == 10
+    assert [name for name, case in cases.items() if not case.replays] == [
+        "mlperf5.1-Supermicro-AS-8126GS-NB3RT-llama31_8b"
+    ]
 
 
 # --- rows that say little, or odd things

@@ -109,6 +109,7 @@ class EngineTraits:
     has until none is left; "weighed": by FLOPs, including the head's."""
     rails: bool = True  # a group's messages between nodes use the adapters of all its ranks, not only each rank's own
     eager: bool = True  # Python launches kernels one by one
+    replays: bool = False  # its passes are replayed as CUDA graphs, so that nothing waits for the host
     newest_attention: Literal["", "torch", "own"] = ""
     """Whose is its attention, if it is the fastest kernel that Hopper and Blackwell have. torch's is for 16 bits, and
     for sequences that are not split over ranks."""
@@ -307,7 +308,8 @@ class Case:
         """Whether the host is never waited for: what it decides anew in each pass is not replayed."""
         plain = self.degrees.world == 1 and self.recompute == "none" and not self.offload and not self.dropout
         mixed = any(run.layer.experts for run in self.model.runs)
-        return self.replayed and plain and not mixed and self.precision in ("bf16", "fp32", "tf32")
+        own = self.replayed and plain and not mixed and self.precision in ("bf16", "fp32", "tf32")
+        return self.engine.replays or own
 
     @property
     def attention_kernel(self) -> AttentionKernel:

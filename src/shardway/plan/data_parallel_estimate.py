@@ -135,11 +135,12 @@ def estimate_units(case: UnitCase, machine: Machine) -> UnitEstimate:
         group = CollectiveGroup(case.dp_shard)
         messages = 2 * wires.seconds("all_gather", model.parameters * size, group)
         messages += wires.seconds("reduce_scatter", model.parameters * STATE_BYTES, group)
-        once[time.SHARDS] = time.exposed(messages, ceilings.overlap * sum(once.values()))
+        once[time.SHARDS] = time.exposed(messages, wires.cover(group) * sum(once.values()))
     # Once a step
-    gradients = wires.seconds("all_reduce", elements * STATE_BYTES, CollectiveGroup(case.dp_replicate, case.dp_shard))
+    copies = CollectiveGroup(case.dp_replicate, case.dp_shard)
+    gradients = wires.seconds("all_reduce", elements * STATE_BYTES, copies)
     items = {name: case.micro_batches * seconds for name, seconds in once.items()}
-    items[time.GRADIENTS] = time.exposed(gradients, ceilings.overlap * (time.BACKWARD_SHARE * sum(once.values())))
+    items[time.GRADIENTS] = time.exposed(gradients, wires.cover(copies) * (time.BACKWARD_SHARE * sum(once.values())))
     items[time.OPTIMIZER] = ceilings.optimizer_passes * elements * time.UPDATE_BYTES / bandwidth
     return UnitEstimate(case, machine, memory, time.total_time(items, ceilings))
 

@@ -58,7 +58,7 @@ class Wires:
         domain, start = self.machine.domain, self.start(group)
         if not self.machine.spans_nodes(group.ranks, group.stride):
             return travels / self._link_rate(group.ranks) + start
-        near = max(1, min(group.ranks, domain // group.stride))  # ranks of the group that the fast link joins
+        near = self._near(group)
         network = self.machine.network * self.ceilings.network
         if kind == "all_to_all":  # only messages for ranks of other domains use the network
             inside = travels * (near - 1) / (group.ranks - 1)
@@ -75,6 +75,18 @@ class Wires:
         if not self.machine.spans_nodes(group.ranks, group.stride):
             return self.ceilings.link_latency_s
         return self.ceilings.network_latency_s + self.ceilings.hop_s * group.ranks
+
+    def cover(self, *groups: CollectiveGroup) -> float:
+        """The part of the computation beside them behind which messages of these groups hide: of the group that hides
+        least. NCCL copies with as many thread blocks as the links that it finds need (its src/graph/search.cc and
+        connect.cc): one adapter needs few, those of a node and its links many, which products then lack."""
+        at_work = [group for group in groups if group.ranks > 1]
+        alone = all(self.machine.spans_nodes(each.ranks, each.stride) and self._near(each) == 1 for each in at_work)
+        return 1.0 if at_work and alone else self.ceilings.overlap
+
+    def _near(self, group: CollectiveGroup) -> int:
+        """Ranks of a group that the fast link joins."""
+        return max(1, min(group.ranks, self.machine.domain // group.stride))
 
     def send(self, size: float, stride: int) -> float:
         """Seconds of one message to the rank `stride` further on."""
@@ -316,7 +328,7 @@ class StepPricer:
             messages = self._shard_seconds(*count_layer(layer, case), layer.trained_parameters)
             if case.engine.by_parameter:
                 messages += 3 * len(layer.matrices) * self.wires.start(self.groups["dp_shard"])
-            hidden = min(messages, self.ceilings.overlap * busy)
+            hidden = min(messages, self.wires.cover(self.groups["dp_shard"]) * busy)
             items[SHARDS] = messages - hidden + CONTENTION * hidden
         self._layers[key] = items
         return items
@@ -537,7 +549,8 @@ class StepPricer:
                 total += messages * self.wires.start(groups["dp_shard"])
             return total
 
-        cover = self.ceilings.overlap * BACKWARD_SHARE * pass_seconds / case.stages_per_rank
+        share = self.wires.cover(groups["dp_shard"], groups["dp_replicate"])
+        cover = share * BACKWARD_SHARE * pass_seconds / case.stages_per_rank
         # Gradients are summed over the ranks that share states, then over copies.
         kind: Kind = "reduce_scatter" if case.zero else "all_reduce"
         summed = exchange(kind, case.gradient_bytes) if case.zero < 3 else 0.0

@@ -13,7 +13,20 @@ import pytest
 from plan_cases import case_of, expert_model, h100s, llama_layer, model_of
 from shardway.plan.case import Case, Machine, find_engine, load_ceilings
 from shardway.plan.shapes import LayerShape
-from shardway.plan.time import CONTEXT, MOVES, PRODUCTS, SHARDS, TENSOR, estimate_step
+from shardway.plan.time import (
+    BACKWARD_SHARE,
+    CONTEXT,
+    GRADIENTS,
+    HOST,
+    MOVES,
+    PRODUCTS,
+    SHARDS,
+    TENSOR,
+    estimate_step,
+)
+from shardway.plan.time import (
+    CONTENTION as SLOWDOWN,
+)
 
 LINK, NETWORK, CONTENTION = 100e9, 10e9, 0.25
 FAST, SLOW = h100s(link=1e15, peer=1e15), h100s(link=1e6, peer=1e6)
@@ -138,6 +151,39 @@ def test_shared_weights_in_eight_bits_are_half_as_long() -> None:
     for shares, ratio in ((True, 6 / 8), (False, 1.0)):
         low = replace(wide, precision="fp8", engine=replace(wide.engine, shards_low_bits=shares))
         assert seconds(low, SHARDS) / seconds(wide, SHARDS) == pytest.approx(ratio)
+
+
+# --- over the network
+
+
+@pytest.mark.parametrize(("tp", "shown"), [(8, SLOWDOWN), (4, 1.0), (1, 1.0)])
+def test_messages_of_one_adapter_hide_behind_all_that_is_computed(tp: int, shown: float) -> None:
+    """Shards of two nodes: with one rank a node in a group NCCL needs few of the thread blocks that products use."""
+    quick = replace(NODE, network=1e12)
+    case = one_layer("torchtitan", tp=tp, dp_shard=16 // tp, global_batch=16 // tp, zero=3)
+    elements = sum(matrix.parameters for matrix in LAYER.matrices) / tp + LAYER.norms * HIDDEN
+    near = 8 // tp  # ranks of a group in a node, whose adapters it uses
+    total = elements * (2 + 2 + 4) * (1 - tp / 16) / min(near * 1e12, LINK if near > 1 else 1e12)
+    assert seconds(case, SHARDS, quick) == pytest.approx(shown * total, rel=0.02)
+
+
+@pytest.mark.parametrize(("axis", "engine", "zero"), [("dp_shard", "megatron", 1), ("dp_replicate", "fsdp2", 0)])
+def test_gradients_of_one_adapter_hide_behind_the_backward_pass(axis: str, engine: str, zero: int) -> None:
+    """Two nodes, first with a rank of a group in each, then with eight, which hide nothing here (`overlap` is 0)."""
+    for tp in (8, 1):
+        case = one_layer(engine, tp=tp, global_batch=16 // tp, zero=zero, **{axis: 16 // tp})
+        items = estimate_step(case, NODE, EXACT).items
+        beside = BACKWARD_SHARE * sum(s for name, s in items.items() if name in (PRODUCTS, "attention", MOVES, TENSOR))
+        hidden = replace(case, engine=replace(case.engine, overlaps_gradients=False))
+        saved = seconds(hidden, GRADIENTS) - items[GRADIENTS]
+        assert saved == pytest.approx(min(beside, 0.9 * seconds(hidden, GRADIENTS)) if tp == 8 else 0.0, rel=0.01)
+
+
+def test_replayed_passes_never_wait_for_the_host() -> None:
+    case = one_layer(layer=llama_layer(), tp=1, seq_len=64)
+    slow = replace(EXACT, kernel_s=1e-5)
+    assert estimate_step(case, NODE, slow).items[HOST] > 0
+    assert HOST not in estimate_step(replace(case, engine=replace(case.engine, replays=True)), NODE, slow).items
 
 
 # --- keys and values
