@@ -21,6 +21,7 @@ from shardway.data import convert
 from shardway.data import open as open_module
 from shardway.data.convert import WRITERS, convert_records
 from shardway.data.detect import check_is_text, open_records, place_of
+from shardway.errors import UserError
 
 PNG = (
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738"
@@ -233,6 +234,15 @@ def test_a_file_of_another_kind_is_not_trained_on_as_text(
 def test_text_of_any_name_is_text(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"a": 1}\n' * 9)
     check_is_text(place_of(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [("parquet", b"PAR1"), ("arrow", b"ARROW1\0\0"), ("hdf5", b"\x89HDF\r\n\x1a\n")]
+)
+def test_a_file_that_is_called_text_is_known_by_its_first_bytes(kind: str, head: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(head + bytes(9))
+    with pytest.raises(UserError, match=f'is of the kind "{kind}" by its name or its first bytes'):
+        check_is_text(place_of(tmp_path / "x.txt"))
 
 
 def test_documents_that_are_damaged_are_not_skipped(shardway: Shardway, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from shardway.data.formats.base import Records
 from shardway.data.formats.text import TEXT_SUFFIXES
 from shardway.data.kinds import DataKind
 from shardway.errors import UserError
-from shardway.plugins import list_names, load_plugin
+from shardway.plugins import GROUPS, list_names, load_plugin
 from shardway.refusals import find_remedy
 
 _ORDER = (
@@ -50,9 +50,6 @@ def detect_kind(place: DataPath) -> str:
     known = ", ".join(name for name in list_names("data_sources") if reader_of(name))
     raise place.error("is of no format that Shardway reads", allowed=known)
 
-
-_MARKS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\x89HDF\r\n": "hdf5"}
-"""What files of a format begin with, whatever their name."""
 
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
@@ -93,9 +90,10 @@ def check_is_text(place: DataPath) -> None:
 
 def _find_other_kind(place: DataPath, head: bytes) -> str:
     """The kind of a file that is not text; "" for text."""
-    for mark, kind in _MARKS.items():
-        if head.startswith(mark):
-            return kind
+    for name in GROUPS["data_sources"].own:
+        magic = load_plugin("data_sources", name).magic
+        if magic and head.startswith(magic):
+            return name
     if place.path.name.lower().endswith((*TEXT_SUFFIXES, ".json")):  # of which few have a record in each line
         return ""
     with contextlib.suppress(UserError):  # no format takes it

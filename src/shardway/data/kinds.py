@@ -65,6 +65,9 @@ class DataKind(HasSettings):
     """The class that reads the files as numbered records, "module:class" derived from
     `shardway.data.formats.base.Records`, for `shardway data`; "" where there are none."""
 
+    magic: ClassVar[bytes] = b""
+    """What its files begin with, whatever their name, at most 8 bytes; b"": nothing of their own."""
+
     @classmethod
     def states_vocabulary(cls, path: str) -> bool:
         """Whether the data at a path say how many tokens their vocabulary has: as all of the kind do, unless it
@@ -164,6 +167,9 @@ class TokensKind(DataKind):
     records = f"{_FORMATS}.tokens:TokenRecords"
     names_vocabulary = False
 
+    magic: ClassVar[bytes] = b""
+    """What its files begin with, whatever their name, at most 8 bytes; b"": nothing of their own."""
+
     @classmethod
     def states_vocabulary(cls, path: str) -> bool:
         """A folder of `shardway data prepare` does."""
@@ -258,12 +264,14 @@ class ParquetKind(RecordsKind):
     """Parquet files."""
 
     records = f"{_FORMATS}.parquet:ParquetRecords"
+    magic = b"PAR1"
 
 
 class ArrowKind(RecordsKind):
     """Arrow files, such as a folder or a cache of Hugging Face `datasets`."""
 
     records = f"{_FORMATS}.parquet:ArrowRecords"
+    magic = b"ARROW1"
 
 
 class WebDatasetKind(RecordsKind):
@@ -288,6 +296,7 @@ class Hdf5Kind(RecordsKind):
     """Data sets of an HDF5 file along their first axis."""
 
     records = f"{_FORMATS}.hdf5:Hdf5Records"
+    magic = b"\x89HDF\r\n\x1a\n"
 
 
 class LmdbKind(RecordsKind):

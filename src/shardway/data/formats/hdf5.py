@@ -49,12 +49,12 @@ from shardway.data.formats.base import (
 )
 from shardway.data.formats.hdf5_heap import REFERENCE, BadHeap, GlobalHeap
 from shardway.data.formats.indexes import read_sums, use_index
+from shardway.data.kinds import Hdf5Kind
 from shardway.errors import JobError, UserError, list_some
 
 Rows = npt.NDArray[Any]
 
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
-SIGNATURE = b"\x89HDF\r\n\x1a\n"
 CHUNK_CACHE_BYTES = 2**26
 """Decoded chunks are kept up to so many bytes."""
 MOST_CHUNKS = 2**25
@@ -517,12 +517,13 @@ def _is_named(name: str) -> bool:
 
 def _has_signature(path: Path) -> bool:
     """Whether the signature lies at byte 0, or after a user block of 512, 1024 or 2048 bytes."""
+    magic = Hdf5Kind.magic
     try:
         with path.open("rb") as stream:
-            head = stream.read(2048 + len(SIGNATURE))
+            head = stream.read(2048 + len(magic))
     except OSError:
         return False
-    return any(head[at : at + len(SIGNATURE)] == SIGNATURE for at in (0, 512, 1024, 2048))
+    return any(head.startswith(magic, at) for at in (0, 512, 1024, 2048))
 
 
 def _open_library_file(h5py: Any, parts: FileParts, number: int) -> Any:

@@ -41,6 +41,7 @@ from shardway.data.formats.columns import (
 from shardway.data.formats.indexes import IndexArrays, read_sums, use_index
 from shardway.data.formats.parquet_footer import TAIL_BYTES, parse_groups, parse_tail
 from shardway.data.formats.splits import has_file, list_whole
+from shardway.data.kinds import ArrowKind
 from shardway.errors import list_some
 
 _QUICK_BYTES = 2**16
@@ -226,9 +227,8 @@ def _read_footer(parts: FileParts, number: int) -> tuple[Any, RowGroups]:
 
 # --- Arrow
 
-_MAGIC = b"ARROW1"
 _MAGIC_BYTES = 8
-"""The magic of the file format, padded."""
+"""The magic of the file format (`ArrowKind.magic`), padded."""
 
 _END_MARKS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 """What ends a stream, today and before Arrow 0.15."""
@@ -312,7 +312,7 @@ def _read_schema(source: Any) -> tuple[Any, bool]:
     """The schema at the beginning of a mapped file, which is then at the first batch; whether it is the file format."""
     import pyarrow as pa
 
-    is_file = source.read(len(_MAGIC)) == _MAGIC
+    is_file = source.read(len(ArrowKind.magic)) == ArrowKind.magic
     source.seek(_MAGIC_BYTES if is_file else 0)
     return pa.ipc.read_schema(pa.ipc.read_message(source)), is_file
 
@@ -326,7 +326,7 @@ def _read_all(source: Any) -> list[Any]:
     import pyarrow as pa
 
     source.seek(0)
-    if source.read(len(_MAGIC)) == _MAGIC:
+    if source.read(len(ArrowKind.magic)) == ArrowKind.magic:
         opened = pa.ipc.open_file(source)
         return [opened.get_batch(number) for number in range(opened.num_record_batches)]
     source.seek(0)

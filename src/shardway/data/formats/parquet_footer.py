@@ -11,6 +11,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from shardway.data.kinds import ParquetKind
+
 TAIL_BYTES = 8
 """A file ends with the length of the footer, 4 bytes, and the magic."""
 
@@ -28,7 +30,7 @@ def parse_tail(tail: bytes) -> int:
     """The length of the footer, of the last TAIL_BYTES of a file. Raises ValueError."""
     if tail[4:] == b"PARE":
         raise ValueError("the footer is encrypted")
-    if tail[4:] != b"PAR1":
+    if tail[4:] != ParquetKind.magic:
         raise ValueError("it does not end with PAR1")
     return int.from_bytes(tail[:4], "little")
 
