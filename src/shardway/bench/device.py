@@ -25,6 +25,7 @@ from shardway.bench.device_report import DeviceReport, ShapeSearch
 from shardway.bench.disk import DISK_BYTES, measure_disk
 from shardway.bench.kernels import (
     ATTENTION_BACKENDS,
+    LEAST_CALLS,
     PEAK_COPY,
     ProductTimes,
     count_attention_flops,
@@ -161,8 +162,6 @@ _STEPS = (0.875, 1.125, 0.75, 1.25)
 """The fine grid: one side at a time is made so much longer."""
 _COARSE, _FINE = 0.55, 0.3
 """The parts of the time of a search for the two grids; what is left is for the best shape alone."""
-_LEAST_CALLS = 5
-"""Calls that the shortest measurement of a product makes."""
 
 Shape = tuple[int, int, int]
 
@@ -182,7 +181,7 @@ def search_shapes(
     grid = sorted(coarse, key=lambda each: each[0] * each[1] * each[2])
     for index, shape in enumerate(grid):
         left = _COARSE * seconds - (now() - began)
-        least = 2 * shape[0] * shape[1] * shape[2] / last.flops_per_s * _LEAST_CALLS if last is not None else 0.0
+        least = 2 * shape[0] * shape[1] * shape[2] / last.flops_per_s * LEAST_CALLS if last is not None else 0.0
         if last is not None and least > left:
             left_out += len(grid) - index
             break
@@ -198,7 +197,7 @@ def search_shapes(
         best = max(tried.values(), key=lambda each: each.flops_per_s)
         around = [each for each in list_neighbours((best.m, best.n, best.k), grain) if each not in tried]
         left = (_COARSE + _FINE) * seconds - (now() - began)
-        if not around or left < max(each_s, _LEAST_CALLS * best.times.median_s):
+        if not around or left < max(each_s, LEAST_CALLS * best.times.median_s):
             break
         found = measure(around[0], each_s)
         if found is None:
@@ -261,7 +260,7 @@ def _has_time(report: DeviceReport, what: str, expected_s: float, share_s: float
 def _expect_products(report: DeviceReport, name: Dtype, flops: float) -> float:
     """Seconds of the shortest measurement of so many FLOPs at the rate of the best shape; 0 where none is known."""
     rate = next((each.best.flops_per_s for each in report.searches if each.best.format == name), math.inf)
-    return _LEAST_CALLS * flops / rate
+    return LEAST_CALLS * flops / rate
 
 
 # --- copies, attention, the disk
@@ -274,7 +273,7 @@ def _measure_copies(report: DeviceReport, device: torch.device, sizes: Sequence[
         what, share = f"a copy of {render_bytes(size)}", budget.left / (len(wanted) - index)
         if report.copies:
             last = report.copies[-1]
-            expected = _LEAST_CALLS * last.times.median_s * size / last.size
+            expected = LEAST_CALLS * last.times.median_s * size / last.size
         if _has_time(report, what, expected, share):
             with _without(report, what):
                 report.copies.append(time_copy(device, size, share))

@@ -85,6 +85,8 @@ _FLUSH_BYTES = 2**29
 _SAMPLE_S = 2e-4
 """A sample of calls that may find their data in caches lasts about so long, so that starting it counts little."""
 _TRIALS, _LEAST_SAMPLES, _MOST_SAMPLES, _MOST_BATCH = 2, 3, 200, 1000
+LEAST_CALLS = 5
+"""Calls that the shortest measurement of a product makes."""
 
 
 class Stopwatch:
@@ -321,7 +323,9 @@ def time_copy(device: torch.device, size: int, seconds: float, watch: Stopwatch 
         there, here = torch.empty(count, device=device), torch.randn(count, device=device)
         return CopyTimes(here.nbytes, watch.measure(lambda: there.copy_(here), seconds))
     source, target = (torch.from_numpy(np.empty(count, np.float32)) for _ in range(2))
-    source.normal_()
+    block = _draw(device, min(count, _DRAWN))
+    for part in source.split(len(block)):
+        part.copy_(block[: len(part)])
     target.zero_()
     threads = torch.get_num_threads() if source.nbytes >= _SPLIT_BYTES else 1
     parts = [
@@ -524,15 +528,16 @@ class DevicePeaks:
 def measure_peaks(
     device: torch.device, names: Sequence[Dtype], seconds: float, watch: Stopwatch | None = None
 ) -> DevicePeaks:
-    """What a device reaches in about so many seconds. A search over shapes (`shardway bench device`) finds a little
-    more. Raises RuntimeError as `make_product`."""
-    watch, sides = watch or Stopwatch(device), PEAK_SIDES[device.type]
-    share = seconds / (len(names) * len(sides) + 1)
-    products = {
-        name: max(
-            (time_product(device, name, side, side, side, share, watch) for side in sides),
-            key=lambda each: each.flops_per_s,
-        )
-        for name in names
-    }
-    return DevicePeaks(MappingProxyType(products), time_copy(device, PEAK_COPY[device.type], share, watch))
+    """What a device reaches in about so many seconds: larger products are left out where they do not fit into these. A
+    search over shapes (`shardway bench device`) finds a little more. Raises RuntimeError as `make_product`."""
+    watch, (first, *larger), began = watch or Stopwatch(device), PEAK_SIDES[device.type], time.perf_counter()
+    share = seconds / (len(names) * (1 + len(larger)) + 1)
+    products = {name: time_product(device, name, first, first, first, share, watch) for name in names}
+    copy = time_copy(device, PEAK_COPY[device.type], share, watch)
+    for side in larger:
+        for name, best in products.items():
+            left = began + seconds - time.perf_counter()
+            if LEAST_CALLS * 2 * side**3 / best.flops_per_s <= left:
+                found = time_product(device, name, side, side, side, min(share, left), watch)
+                products[name] = max(best, found, key=lambda each: each.flops_per_s)
+    return DevicePeaks(MappingProxyType(products), copy)
