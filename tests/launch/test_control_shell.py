@@ -577,6 +577,31 @@ def test_a_python_without_shardway_is_named(chain: Chain, said: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("blocks", "code"),
+    [
+        ((("2026-11-29_21:06:05", "7"),), 7),
+        ((("2026-11-29_21:06:09", "-15"), ("2026-11-29_21:06:05", "3")), 3),  # of two nodes, the first that failed
+        ((("2026-11-29_21:06:05", "-9"),), 137),
+        ((), 1),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(
+    chain: Chain, blocks: tuple[tuple[str, str], ...], code: int
+) -> None:
+    """torchrun ends with 1 whatever its ranks ended with, and prints this."""
+    said = "0: Root Cause (first observed failure):\n0:   exitcode  : 5 (pid: 1)\n"  # printed by a rank
+    for at, number in blocks:
+        said += "Failures:\n[1]:\n  exitcode  : 1 (pid: 6)\nRoot Cause (first observed failure):\n[0]:\n"
+        said += f"  time      : {at}\n"
+        said += f"  host      : n1\n  rank      : 0 (local_rank: 0)\n  exitcode  : {number} (pid: 6382) (SIG)\n"
+    (chain.cluster.path / "said").write_text(said)
+    ran = chain.run(1, 'cp "$FAKES/said" "$SHARDWAY_ATTEMPT_DIR/log/job.out"; exit 1')
+    assert ran.result is not None
+    assert (ran.code, ran.result.exit_code, ran.result.failure) == (code, code, f"exit code {code}")
+    assert ran.result.reason.startswith(f"the program ended with exit code {code}")
+
+
 def test_the_warning_before_the_wall_time_is_a_deadline(tmp_path: Path) -> None:
     chain = begin_chain(tmp_path, own=False)
     ran = send(chain, 1, WAIT_FOR_STOP + "exit 0", signal.SIGUSR2)

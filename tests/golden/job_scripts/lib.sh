@@ -682,7 +682,9 @@ end_sampling() {
 
 #: finish: says how the attempt ended, unless a rank has, and ends the job
 finish() {
-  local state why unwritten="" reason="the program ended with exit code $status"
+  local state why reason unwritten=""
+  [ "$status" != 1 ] || status=$(read_root_cause)
+  reason="the program ended with exit code $status"
   case ${asked:-$(read_stop)}-$status in
     deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
     signal-*) write_result "$attempt" stopped "after a signal $reason" "$status" signal ;;
@@ -715,6 +717,24 @@ finish() {
       ;;
   esac
   exit 0
+}
+
+#: read_root_cause: the exit code of the rank that failed first, as torchrun prints it at its end (its own is 1), else 1;
+# 128 + N for a rank that signal N ended, as a shell counts
+read_root_cause() {
+  local key value at="" first="" own=1
+  while IFS=: read -r key value; do
+    value=${value# }
+    case $key in
+      *time*) at=$value ;;
+      *exitcode*)
+        [[ -z $first || $at < $first ]] || continue
+        first=$at own=${value%% *}
+        ;;
+    esac
+  done < <(tail -c 1000000 "$here/log/job.out" 2> /dev/null | tr -d '\000\r' | sed -n '/^Root Cause (first observed failure):$/,/^  exitcode /p')
+  [[ $own =~ ^-?[1-9][0-9]?[0-9]?$ ]] || own=1
+  echo $((own < 0 ? 128 - own : own))
 }
 
 #: fail REASON [create]: ends this job before its ranks have started
