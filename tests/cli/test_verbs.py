@@ -54,6 +54,28 @@ def test_init_minimal_has_what_one_decides(shardway: Shardway, tmp_path: Path) -
     assert loaded.values == RunFile()
 
 
+def test_init_on_a_full_disk_leaves_nothing(
+    shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)  # what was written lies in the page cache until then
+    ended = shardway("init", "my.toml")
+    assert (ended.code, ended.out) == (2, "")
+    assert "my.toml cannot be written: No space left on device.\n  To do: make room there" in ended.err
+    assert not [each.name for each in tmp_path.iterdir() if "my.toml" in each.name]
+
+
+def test_what_init_writes_lets_a_file_be_of_another_kind(shardway: Shardway, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "to be"}\n')
+    for words in ((), ("--minimal",), ("--from", "default")):
+        assert shardway("init", "my.toml", *words).code == 0
+        ended = shardway("train", "my.toml", "data.path=data.jsonl")
+        assert (ended.code, 'to do: set data.kind = "jsonl"' in ended.err) == (2, True), ended.err
+        (tmp_path / "my.toml").unlink()
+
+
 @pytest.mark.parametrize("name", list_examples())
 def test_init_from_an_example(name: str, shardway: Shardway, tmp_path: Path) -> None:
     assert shardway("init", "my.toml", "--from", name).code == 0

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +31,8 @@ from shardway.cli.options import (
 )
 from shardway.errors import UserError
 from shardway.places import find_own_folder
-from shardway.rundir.file_io import render_json, write_whole
+from shardway.refusals import UNWRITABLE, find_remedy
+from shardway.rundir.file_io import render_json, write_new, write_whole
 
 if TYPE_CHECKING:
     from shardway.resolve.request import Resolution
@@ -192,8 +194,8 @@ layers = 4
 heads = 4
 
 [data]
-kind = "text"
-path = "python:stdlib"        # a file or folder of your own
+path = "python:stdlib"        # a file or folder of your own; kind = "jsonl", "parquet" ... if it is no text
+include = "*.py"              # of a folder: which files, such as "*.txt"
 
 [train]
 steps = "800 steps"           # or "2e7 tokens", "3 epochs"
@@ -233,7 +235,7 @@ def init(
         from shardway.runfile.load import render_commented
         from shardway.runfile.schema import RunFile
 
-        chosen = {"data.kind": "text", "data.path": "python:stdlib", "train.steps": "800 steps"}
+        chosen = {"data.path": "python:stdlib", "train.steps": "800 steps"}  # a kind that is set is not looked for
         text = render_commented(RunFile(), chosen)
     if dry_run:
         url = _keep_schema(dry=True)
@@ -242,12 +244,11 @@ def init(
     try:
         if not path.exists() and (url := _keep_schema(dry=False)):
             text = f"#:schema {url}\n{text}"
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UserError(f"{path} exists and is left as it is.\n  To do: name another file, or move it away.") from None
+        is_new = not os.path.lexists(path) and write_new(path, text)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror}.\n  To do: name a file in a folder that you may write to."
-        ) from None
+        elsewhere = "name a file in a folder that you may write to"
+        remedy = find_remedy(error, elsewhere) if error.errno in UNWRITABLE else elsewhere
+        raise UserError(f"{path} cannot be written: {error.strerror}.\n  To do: {remedy}.") from None
+    if not is_new:
+        raise UserError(f"{path} exists and is left as it is.\n  To do: name another file, or move it away.")
     typer.echo(f"wrote {path}; train it with `shardway train {path}`")

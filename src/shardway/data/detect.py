@@ -80,12 +80,29 @@ def check_is_text(place: DataPath) -> None:
         )
     kind = _find_other_kind(place, head)
     if kind:
-        key = "kind" if place.key.startswith("data.blend") else "data.kind"
-        beside = "" if place.path.suffix == ".npy" else _BESIDE.get(kind, "")
+        key = _kind_key(place)
         raise place.error(
             f'is of the kind "{kind}" by its name or its first bytes, and data.kind is "text", the default',
-            remedy=f'set {key} = "{kind}"{beside}, {as_it_is.replace("data.kind", key)}',
+            remedy=f"set {name_kind_key(place, kind)}, {as_it_is.replace('data.kind', key)}",
         )
+
+
+def _kind_key(place: DataPath) -> str:
+    return "kind" if place.key.startswith("data.blend") else "data.kind"
+
+
+def name_kind_key(place: DataPath, kind: str) -> str:
+    """The key of a run that reads this path as this kind, with its value, and what else it may need."""
+    beside = "" if place.path.suffix == ".npy" else _BESIDE.get(kind, "")
+    return f'{_kind_key(place)} = "{kind}"{beside}'
+
+
+def find_record_kind(place: DataPath) -> str:
+    """The kind of records at a path; "" for text, and for what no format takes."""
+    with contextlib.suppress(UserError):
+        kind = detect_kind(place)
+        return "" if kind == "text" else kind
+    return ""
 
 
 def _find_other_kind(place: DataPath, head: bytes) -> str:
@@ -96,10 +113,7 @@ def _find_other_kind(place: DataPath, head: bytes) -> str:
             return name
     if place.path.name.lower().endswith((*TEXT_SUFFIXES, ".json")):  # of which few have a record in each line
         return ""
-    with contextlib.suppress(UserError):  # no format takes it
-        kind = detect_kind(place)
-        return "" if kind == "text" else kind
-    return ""
+    return find_record_kind(place)
 
 
 def open_records(place: DataPath, kind: str = "") -> Records:

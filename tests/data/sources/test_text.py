@@ -164,9 +164,21 @@ def test_a_missing_path_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_matching_file_is_refused(folder: Path, tmp_path: Path) -> None:
     assert refused(folder, include="*.md") == (
-        f'1 problem in the data\n  data.path: "{folder}" has no file that matches "*.md"\n'
-        "      to do: set data.include to a glob on file names"
+        f'1 problem in the data\n  data.path: "{folder}" has no file that matches "*.md", but a.py, b.py, '
+        "notes.txt and 1 more\n"
+        '      to do: set data.include to a glob on file names, such as "*.py"'
     )
+
+
+def test_a_folder_of_another_kind_names_its_kind(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "to be"}\n')
+    said = refused(tmp_path)
+    assert f'"{tmp_path}" has no file that matches "*.py", but a.jsonl, b.jsonl\n' in said
+    assert '      to do: set data.kind = "jsonl" (and data.inputs to the field' in said
+    assert 'as they are, data.include to a glob on file names, such as "*.jsonl"' in said
+    (tmp_path / "c.py").write_text("print()" * 99)  # a text among other files is the text that was asked for
+    assert list_text(DataPath("data.path", str(tmp_path)), "*.py").files[0].name == "c.py"
 
 
 def test_empty_text_is_refused(tmp_path: Path) -> None:

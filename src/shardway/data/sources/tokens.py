@@ -18,6 +18,7 @@ import os
 import sysconfig
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,6 +216,9 @@ def open_documents(records: Records, place: DataPath, asked: DataRequest) -> Doc
 PREPARE_VERSION = 1
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
+_LOOKED_AT = 1000
+"""So many names of a folder show what lies there."""
+
 PIECE_CHARACTERS = 2**20
 """Text is encoded in pieces of about this many characters that end at a line, so that memory stays bounded."""
 _PIECES_AT_ONCE = 16
@@ -291,7 +295,7 @@ def list_text(place: DataPath, include: str) -> Text:
     else:
         raise place.error("does not exist", allowed=f'a file, a folder, or "{STDLIB}"')
     if not paths:
-        raise place.error(f'has no file that matches "{include}"', remedy="set data.include to a glob on file names")
+        raise _no_match(place, root, include)
     named = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
     text = Text(root, tuple(TextFile(name, stat.st_size, stat.st_mtime_ns) for name, stat in named))
     denied = [file.name for file in text.files if not os.access(root / file.name, os.R_OK)]
@@ -302,6 +306,23 @@ def list_text(place: DataPath, include: str) -> Text:
     if text.size == 0:
         raise place.error("is empty" if len(paths) == 1 else f"has {len(paths)} files, all of them empty")
     return text
+
+
+def _no_match(place: DataPath, root: Path, include: str) -> UserError:
+    """The error for a folder of which `include` takes nothing: what lies there instead, and the key to set."""
+    visible = (path.name for path in _walk(root, "*") if not path.name.startswith("."))
+    names = sorted(itertools.islice(visible, _LOOKED_AT))
+    if not names:
+        return place.error("is a folder without files", allowed=f'a file, a folder with files, or "{STDLIB}"')
+    suffixes = Counter(Path(name).suffix for name in names)
+    glob = f"*{max(sorted(suffixes), key=lambda suffix: suffixes[suffix])}"
+    remedy = f'data.include to a glob on file names, such as "{glob}"'
+    from shardway.data.detect import find_record_kind, name_kind_key
+
+    if kind := find_record_kind(place):
+        remedy = f"{name_kind_key(place, kind)}, or, to train on the bytes as they are, {remedy}"
+    shown = list_some(names, 3) if len(names) < _LOOKED_AT else f"{', '.join(names[:3])} and many more"
+    return place.error(f'has no file that matches "{include}", but {shown}', remedy=f"set {remedy}")
 
 
 def _walk(root: Path, include: str) -> Iterator[Path]:
