@@ -292,6 +292,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no-gpus": (lambda: shardway.submit(train, 1, gpus=2, site="laptop"), "2 accelerators on nodes of laptop"),
     "option": (lambda: shardway.Executor(node=2), r"^node: no option of a job.\n.*\n  Did you mean nodes\?"),
     "twice": (lambda: shardway.Executor(nodes=2, keys={"site.nodes": 3}), "site.nodes is set twice"),
+    "slash": (lambda: shardway.submit(asyncio.sleep, 1, name="a/b"), r"^name='a/b': it is not the name of a folder"),
+    "dots": (lambda: shardway.Executor(name=".."), r"^name='..': it is not the name of a folder"),
     "root": (lambda: shardway.Executor(keys=["run.root=x"]), "keys sets run.root, which is the option root here"),
     "chain": (lambda: shardway.Executor(max_attempts=3), "it goes with until_done=True"),
     "parallel": (lambda: shardway.Executor().map(train, [1], max_parallel=0), "no job could run"),

@@ -23,6 +23,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import secrets
 import threading
 import time
@@ -87,7 +88,15 @@ class JobOptions:
     keys: Mapping[str, Any] | Sequence[str] = ()
 
     def list_overrides(self) -> tuple[str, ...]:
-        """As words of the command line. Raises UserError for options that contradict each other."""
+        """As words of the command line. Raises UserError for options that contradict each other, and for a name that no
+        folder can have."""
+        from shardway.runfile.schema import RUN_NAME
+
+        if self.name != "" and re.fullmatch(RUN_NAME, str(self.name), re.DOTALL) is None:
+            raise UserError(
+                f"name={str(self.name)!r}: it is not the name of a folder.\n"
+                "      allowed: a string without / that is more than dots; root=... is the folder in which the run lies"
+            )
         if self.max_attempts and not self.until_done:
             raise UserError("max_attempts limits how often a function is called again; it goes with until_done=True.")
         if self.gpus is not None and self.ranks_per_node not in (None, self.gpus):

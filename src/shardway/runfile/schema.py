@@ -443,10 +443,14 @@ class PipelineSection(Section):
     )
 
 
+RUN_NAME = r"^[^/\x00]*[^/\x00.][^/\x00]*$"
+"""Names that a folder can have."""
+
+
 class RunSection(Section):
     """The process: where it writes, on what it runs, how long it waits."""
 
-    name: str = auto("Name of the run; auto = the run file's name.", pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$")
+    name: str = auto("Name of the run; auto = the run file's name.", pattern=RUN_NAME)
     root: str = key("runs", "Folder of run directories; the run directory is root/name unless --dir is given.")
     device: Literal["auto", "cpu", "cuda"] = auto("Device of the model; auto = cuda where there is one.")
     threads: PositiveInt | Auto = auto("CPU threads a rank; auto = usable cores / ranks on the node.")
