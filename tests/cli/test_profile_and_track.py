@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 from command_line import Shardway
 
@@ -49,6 +50,17 @@ def test_a_run_is_sent_after_the_fact(shardway: Shardway, tmp_path: Path) -> Non
     [path] = (tmp_path / "all/run").iterdir()
     assert [step for step, values in read_scalars(path) if "loss" in values] == [1, 2, 3, 4]
     assert 'shardway_running{run="run"} 0' in (tmp_path / "run/metrics.prom").read_text()
+
+
+def test_a_missing_library_of_a_tracker_is_installed_here(shardway: Shardway, tmp_path: Path) -> None:
+    train_tiny(tmp_path / "run", lone_rank(), "train.steps=4")
+    with patch("shardway.watch.trackers.base.find_spec", lambda module: None):
+        ended = shardway("track", "run", "--to", "tensorboard,mlflow")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.splitlines()[1] == (
+        "  To do: pip install mlflow, or give this command on a machine that has it and sees the run; nothing was sent."
+    )
+    assert not (tmp_path / "run/tensorboard").exists()
 
 
 def test_what_is_no_tracker_or_no_setting_is_refused(shardway: Shardway, tmp_path: Path) -> None:

@@ -42,13 +42,8 @@ class Tracker(HasSettings):
 
     @classmethod
     def check_ready(cls, given: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        """Raise UserError before the run starts if the tracker cannot work here; `given` are its settings."""
-        if cls.requires and find_spec(cls.requires) is None:
-            raise UserError(
-                f"the tracker {cls.requires} needs its library, which is not installed here.\n"
-                f"  To do: pip install {cls.requires}, in the environment of the ranks; or leave it out of track.to "
-                f"and send the run later, from a machine that has it: shardway track RUN --to {cls.requires}."
-            )
+        """Raise UserError before the run starts, or is sent, if the tracker cannot work here; `given` are its settings.
+        That what it `requires` is installed was looked at before."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = given  # every setting of `settings`, as `track.settings` gives it or with its default
@@ -113,8 +108,22 @@ def make_trackers(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str
 
 def check_trackers(names: Sequence[str], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Raise UserError before a run starts if one of its trackers cannot work here."""
+    remedy = (
+        "pip install {0}, in the environment of the ranks; or leave it out of track.to and send the run later, from a "
+        "machine that has it: shardway track RUN --to {0}"
+    )
     for each in make_trackers(names, settings).values():
-        each.check_ready(each.given, environ)
+        check_tracker(each, environ, remedy)
+
+
+def check_tracker(tracker: Tracker, environ: Mapping[str, str], remedy: str) -> None:
+    """Raise UserError if a tracker cannot work here; `remedy`: what to do where its library, {0}, is missing."""
+    if tracker.requires and find_spec(tracker.requires) is None:
+        raise UserError(
+            f"the tracker {tracker.requires} needs its library, which is not installed here.\n"
+            f"  To do: {remedy.format(tracker.requires)}."
+        )
+    tracker.check_ready(tracker.given, environ)
 
 
 class TrackerThread:

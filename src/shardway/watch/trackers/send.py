@@ -19,7 +19,7 @@ from shardway.plain_arrays import find_arrays
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, drop_undone
 from shardway.telemetry.store import read_telemetry
-from shardway.watch.trackers.base import HARDWARE, Tracker, hand_over, make_trackers
+from shardway.watch.trackers.base import HARDWARE, Tracker, check_tracker, hand_over, make_trackers
 
 WINDOW_S = 60.0  # samples of the hardware are sent as their means over at least so long
 MOST_WINDOWS = 500  # of a host; a longer run has longer windows
@@ -50,7 +50,8 @@ def send_run(
         what, _, allowed = str(error).partition("; allowed: ")
         raise UserError(f"a setting of a tracker is wrong: {what}\n  Allowed: {allowed}.") from None
     for tracker in trackers.values():
-        tracker.check_ready(tracker.given, environ)
+        remedy = "pip install {0}, or give this command on a machine that has it and sees the run; nothing was sent"
+        check_tracker(tracker, environ, remedy)
     events = list(run.all_events())
     for name, tracker in trackers.items():
         try:

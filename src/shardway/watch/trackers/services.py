@@ -42,7 +42,6 @@ class WeightsAndBiases(Tracker):
 
     @classmethod
     def check_ready(cls, given: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        super().check_ready(given, environ)
         if environ.get("WANDB_MODE", "online") != "online" or environ.get("WANDB_API_KEY"):
             return
         host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -97,7 +96,6 @@ class MLflow(Tracker):
                 "  To do: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN) in the "
                 "environment, and leave them out of the uri."
             )
-        super().check_ready(given, environ)
 
     def start(self, name: str, directory: Path, configuration: Mapping[str, Any], id: str | None) -> str:
         from mlflow.entities import Param
