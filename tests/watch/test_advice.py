@@ -102,8 +102,11 @@ def test_cores_that_other_programs_keep_busy_are_not_the_jobs_threads(tmp_path: 
     assert found[0].rule == "data-wait"
     assert "busy, mostly with other programs" in found[0].evidence
     assert "workers" in found[0].do
-    crowded = replace(host, series=series | {"cpu/job_cores": np.full(count, 60.0)})
+    many = {"cpu/job_cores": np.full(count, 60.0), "cpu/runnable_threads": np.full(count, 190.0)}
+    crowded = replace(host, series=series | many)
     assert advise_on(gather(run, [crowded]))[0].rule == "too-few-cores"
+    few = replace(crowded, series={**crowded.series, "cpu/runnable_threads": np.full(count, 1.0)})
+    assert [each.rule for each in advise_on(gather(run, [few]))] == ["data-wait"]  # one thread, whatever the load
 
 
 def test_a_job_of_this_machine_waits_in_no_queue(tmp_path: Path) -> None:

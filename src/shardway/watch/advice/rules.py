@@ -510,9 +510,12 @@ def _too_few_cores(evidence: Evidence) -> Iterator[Advice]:
             busy = _gpu_load(evidence)
             if busy is None or busy >= FULL_USE or allowed > cores // 2:
                 continue
-        elif not (allowed == cores and load is not None and load >= 1.5 * allowed) and (
-            threads is None or threads < 2 * allowed or allowed > cores // 4
-        ):
+        elif not (
+            allowed == cores
+            and load is not None
+            and load >= 1.5 * allowed
+            and (threads is None or threads > allowed)  # else it is the load of others
+        ) and (threads is None or threads < 2 * allowed or allowed > cores // 4):
             continue
         words = f"{allowed} of {cores} cores of {host.host} are allowed, and they are {_percent(use)} busy"
         words += f" with {threads:.0f} threads that run or wait for a core" if threads is not None else ""
