@@ -62,6 +62,13 @@ def test_a_file_gives_a_line_for_each_prompt(shardway: Shardway, saying: Path, t
         "or not to",
         " question",
     ]
+    (tmp_path / "in.txt").write_text("\nTo be, \n\n \nthat is the\n\n")
+    spaced = shardway("generate", str(saying), "--file", "in.txt", "--max-tokens", "9")
+    assert len(spaced.out.splitlines()) == 2
+    assert spaced.err.endswith("/s); left out: 3 empty lines between them\n")
+    (tmp_path / "in.txt").write_text("that is the")
+    single = shardway("generate", str(saying), "--file", "in.txt", "--max-tokens", "9")
+    assert single.err.splitlines()[-1].startswith("1 prompt, 9 tokens in ")
     again = shardway(*words, "--out", "out.jsonl")
     assert (again.code, again.out) == (2, "")
     assert "out.jsonl exists, and is not overwritten" in again.err

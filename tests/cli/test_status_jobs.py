@@ -146,7 +146,7 @@ def test_a_typing_error_is_answered_with_what_is_close(shardway: Shardway, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("path", "says"), [("notes.txt", "a file that lies in no run"), ("folder", "no run in folder")]
+    ("path", "says"), [("notes.txt", "It is a file, but it lies in no run directory."), ("folder", "no run in folder")]
 )
 def test_what_is_no_run_is_named_for_what_it_is(path: str, says: str, shardway: Shardway, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()

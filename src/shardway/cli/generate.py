@@ -47,6 +47,7 @@ from shardway.cli.infer_options import (
 )
 from shardway.cli.options import JsonOption, print_json, print_line
 from shardway.errors import UserError
+from shardway.units import render_plural
 
 if TYPE_CHECKING:
     from shardway.infer.generate import Generated, Generator, Sampling
@@ -230,7 +231,10 @@ def _generate_file(
         facts = {"prompts": len(prompts), "tokens": tokens, "seconds": seconds, "out": str(out)}
         print_json({**_describe_model(generator.opened), **facts})
         return
-    print_line(f"{len(prompts)} prompts, {tokens} tokens in {seconds:.2f} s ({tokens / max(seconds, 1e-9):.1f}/s)")
+    left_out = prompts[-1].line - len(prompts)
+    blank = f"; left out: {render_plural(left_out, 'empty line')} between them" if left_out else ""
+    count = render_plural(len(prompts), "prompt")
+    print_line(f"{count}, {tokens} tokens in {seconds:.2f} s ({tokens / max(seconds, 1e-9):.1f}/s){blank}")
 
 
 def _make_line(prompt: Prompt, made: Generated) -> dict[str, Any]:

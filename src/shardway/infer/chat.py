@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from shardway.data.chat import ASSISTANT, read_messages
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.infer.inputs import COMMAND_LINE, Prompt, read_lines
 from shardway.infer.tokenizer import Message, ModelTokenizer
+from shardway.rundir.file_io import write_new
 
 LEAST_ROOM_TOKENS = 16
 """Room that is kept for an answer, where the model has so many positions."""
@@ -80,12 +82,12 @@ class Conversation:
         if not self.list_messages():
             raise UserError("there is no exchange yet that could be saved.")
         try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": self.list_messages()}, ensure_ascii=False) + "\n")
-        except FileExistsError:
-            raise UserError(f"{path} exists, and is not overwritten.\n  To do: name another file.") from None
+            text = json.dumps({"messages": self.list_messages()}, ensure_ascii=False) + "\n"
+            is_new = not os.path.lexists(path) and write_new(path, text)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}.\n  To do: name another file.") from None
+        if not is_new:
+            raise UserError(f"{path} exists, and is not overwritten.\n  To do: name another file.")
 
 
 def read_conversation(path: Path) -> Conversation:

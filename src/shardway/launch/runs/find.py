@@ -165,8 +165,8 @@ def _describe_unknown(word: str, name: str, candidates: Sequence[Known], jobs: _
             yield f"  {host} did not answer, so its runs were not looked through: {silence}"
         yield "  A job that was not submitted by Shardway has no run directory, and nothing was recorded of it."
     elif os.path.lexists(word):
-        what = "a folder in which there is no run" if os.path.isdir(word) else "a file that lies in no run directory"
-        yield f"  There is {what} of that name."
+        what = "folder, but no run is in it" if os.path.isdir(word) else "file, but it lies in no run directory"
+        yield f"  It is a {what}."
     short = {each: render_known(known) for known in candidates for each in (Path(known.run).name, known.run)}
     if close := get_close_matches(name, [*short], n=3, cutoff=0.75):
         yield f"  Did you mean {' or '.join(dict.fromkeys(short[each] for each in close))}?"
