@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from watch_events import BEGIN, event, started, step, write_events
 
 from shardway.rundir.directory import RunDir
 from shardway.rundir.names import SkippedRange
-from shardway.watch.progress import GONE, BestCheckpoint, find_best_checkpoint, find_runs, summarise
+from shardway.watch.progress import GONE, STARTS, BestCheckpoint, find_best_checkpoint, find_runs, summarise
 from shardway.watch.report import render_report
 from shardway.watch.report.content import describe, gather
 from shardway.watch.words import render_skipped
@@ -57,9 +58,9 @@ def test_finished_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_running_run_names_its_writer_and_the_time_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step (20 s, it compiles) does not count; the pause for a save between the others does."""
     write_events(monkeypatch, run, [started(total_steps=10), step(1, 20.0), step(2, 21.0), step(3, 24.0)])
-    run.write_status(state="running", step=3, total_steps=10, reason="")
     lock = run.writer_lock()
     lock.acquire()
+    run.write_status(state="running", step=3, total_steps=10, reason="")
     try:
         summary = summarise(run)
     finally:
@@ -68,6 +69,25 @@ def test_running_run_names_its_writer_and_the_time_left(run: RunDir, monkeypatch
     assert summary.writer is not None
     assert summary.writer.startswith("process ")
     assert summary.seconds_left == pytest.approx(7 * (24.0 - 20.0) / 2)
+
+
+@pytest.mark.parametrize("before", ["finished", "running"])
+def test_a_start_that_has_not_begun_to_train(run: RunDir, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then status.json and the events are those of the start before."""
+    end = [event("finished", 2, 2.5, reason="all 2 steps done")] if before == "finished" else []
+    write_events(monkeypatch, run, [started(total_steps=2), step(1, 1.0), step(2, 2.0), *end])
+    run.write_status(state=before, step=2, total_steps=2, reason="")
+    os.utime(run.status_path, (BEGIN, BEGIN))
+    holder = run.writer_lock()
+    holder.acquire()
+    try:
+        summary = summarise(run)
+        assert (summary.state, summary.reason, summary.seconds_left) == ("running", STARTS, None)
+        assert "process" in (summary.writer or "")
+        run.write_status(state="running", step=2, total_steps=9, reason="")
+        assert summarise(run).reason != STARTS
+    finally:
+        holder.release()
 
 
 def test_killed_run_is_failed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -375,7 +375,8 @@ class _Look:
                 return replace(summary, reason=result.reason)
             sent = entry.submission.submitted if entry.submission else 0.0
             began = entry.started.started if entry.started else sent
-            if summary.state != "finished" and result.state in FAILURES and began > (summary.updated or 0.0):
+            holds = summary.state in ("finished", "running")
+            if not holds and result.state in FAILURES and began > (summary.updated or 0.0):
                 return replace(summary, state="failed", reason=result.reason)  # of its ranks none wrote an event
             break
         return summary

@@ -144,6 +144,16 @@ class RunDir:
 
         return find_holder_host(self.path)
 
+    def is_claimed_anew(self) -> bool:
+        """Whether status.json is of before the newest claim: its holder has not begun to train. Both dates are by the
+        file system's clock."""
+        from shardway.rundir.lease import find_claim_time
+
+        with contextlib.suppress(OSError):
+            claimed = find_claim_time(self.path)
+            return claimed is not None and self.status_path.stat().st_mtime < claimed
+        return False
+
     def beside(self, epoch: int) -> RunDir:
         """This directory for a rank that writes in the holder's epoch."""
         from shardway.rundir.lease import FollowerLease, LeaseFiles

@@ -642,6 +642,14 @@ def find_holder_host(run: Path) -> str:
     return claim.who.host if claim is not None else ""
 
 
+def find_claim_time(run: Path) -> float | None:
+    """When the newest epoch was claimed, by the file system's clock; None for none, or where that is unknown."""
+    with contextlib.suppress(OSError):
+        epoch = newest_epoch(LeaseFiles(run / LEASE).names())
+        return None if epoch is None else (run / LEASE / _claim_name(epoch)).stat().st_mtime
+    return None
+
+
 def signal_holder(run: Path, number: int) -> bool:
     """Send a signal to the holder; returns whether it is visible from here and may be signalled."""
     claim, _ = _see(run) or (None, 0.0)

@@ -528,6 +528,9 @@ def find_best_checkpoint(run: RunDir) -> BestCheckpoint | None:
 
 # --- all facts of a run that `shardway status` shows
 
+STARTS = "a start has not begun to train yet; numbers are of before it"
+"""The reason of a run that a process holds whose status.json is of an earlier one."""
+
 GONE = "the process is gone (killed?)"  # reason of a run whose status is "running" although no process holds its lock
 
 
@@ -615,6 +618,9 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
     if state == "running" and writer is None:
         writer = run.find_writer()  # it may have started between the first look and the reading of its status
         state, reason = ("running", reason) if writer else ("failed", GONE)
+    since: float | None = time.time() if state == "running" else None
+    if writer is not None and status and run.is_claimed_anew():
+        state, reason, since = "running", STARTS, None
     saved = run.checkpoint_steps()
     if state == "new" and saved and saved[-1]:  # step 0 is of an import
         reason = f"no event of it can be read, but it has a checkpoint of step {saved[-1]}"
@@ -637,7 +643,7 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
         unit=progress.unit,
         tokens_per_s=progress.typical("tokens_per_s"),
         samples_per_s=progress.typical("samples_per_s"),
-        seconds_left=progress.seconds_left if state == "running" else None,
+        seconds_left=progress.seconds_left if since is not None else None,
         validation=progress.validations[-1] if progress.validations else None,
         logged=progress.logged,
         best_validation=progress.best_validation,
@@ -653,7 +659,7 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
         attempts=sum(not attempt.again for attempt in progress.attempts),
         restarts=sum(attempt.again for attempt in progress.attempts),
         writer=writer,
-        account=progress.book.account(status, time.time() if state == "running" else None),
+        account=progress.book.account(status, since),
         left_out=left_out,
         damaged=text(status, "damaged"),
         local_checkpoints_ignored=ignored if ignored is not None else whole(status, "tier_dropped"),
