@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -245,3 +246,12 @@ def test_the_request_is_kept_without_the_keys_of_the_import(tmp_path: Path) -> N
     assert "mode" not in resolved.get("recompute", {})
     train_tiny(tmp_path / "run", lone_rank(), *SAVING)
     assert read_named(tmp_path / "run", "started")[0]["changed"] == {}
+
+
+def test_a_run_whose_imported_weights_were_removed_does_not_begin_without_them(tmp_path: Path) -> None:
+    train_tiny(tmp_path / "first", lone_rank(), *SAVING)
+    bring(tmp_path / "first", tmp_path / "run", lone_rank())
+    shutil.rmtree(RunDir(tmp_path / "run").checkpoint_path(0))
+    with pytest.raises(JobError, match=r"begins with weights from .*/first/checkpoints/step-000000004 .*no checkpoint"):
+        train_tiny(tmp_path / "run", lone_rank(), *SAVING)
+    assert list(RunDir(tmp_path / "run").all_events()) == []

@@ -52,7 +52,7 @@ OWN_NAMES = frozenset(
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
         *("cache", "trackers.json", "tensorboard", "telemetry", "profile", "traces", "notified"),
-        *("evaluations", "followers", "shells"),
+        *("evaluations", "followers", "shells", "imported.json"),
         *("wandb", "mlflow.db", "mlruns", "metrics.prom"),
     )
 )
@@ -221,6 +221,17 @@ class RunDir:
     def write_request(self, run_toml: str, resolved_toml: str) -> None:
         write_whole(self.request_path, run_toml)
         write_whole(self.resolved_path, resolved_toml)
+
+    def write_import(self, source: str, step: int) -> None:
+        """Keep that the run begins with the checkpoint of this step, whose weights are from elsewhere. Raises
+        OSError."""
+        write_json(self.path / "imported.json", {"format": FORMAT, "source": source, "step": step})
+
+    def read_import(self) -> str:
+        """Where the weights come from that the run begins with; empty if nothing was imported, or it cannot be read."""
+        with contextlib.suppress(ValueError, RecursionError, OSError, KeyError, TypeError):
+            return str(json.loads((self.path / "imported.json").read_text(encoding="utf-8"))["source"])
+        return ""
 
     def write_ds_config(self, text: str) -> None:
         write_whole(self.path / "ds_config.json", text)

@@ -87,18 +87,20 @@ def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: Loca
 
 
 def _check_none_is_gone(session: Session) -> None:
-    """Raise JobError if the run has saved checkpoints into its directory and none is there any more: it would begin
-    anew in the records of steps that were done, without a word. Called on rank 0 where nothing was loaded."""
+    """Raise JobError if the run has saved checkpoints into its directory, or was made with one, and none is there any
+    more: it would begin anew without a word. Called on rank 0 where nothing was loaded."""
     directory = session.directory
     if session.starts_over or directory.checkpoint_steps():  # these were undone, by a decision of the run itself
         return
     events = drop_undone(directory.all_events(names=("started", "rolled_back", "saved")))
     steps = [event["step"] for event in events if event["event"] == "saved" and event.get("tier", SHARED) == SHARED]
-    if steps:
+    imported = directory.read_import()
+    if steps or imported:
         start_over = START_OVER_IN_SCRIPT if session.own_model else START_OVER
+        what = f"has saved the checkpoint of step {steps[-1]} (by its events)" if steps else ""
         raise JobError(
-            f"the run in {directory.path} has saved the checkpoint of step {steps[-1]} (by its events), and there is "
-            f"no checkpoint in {directory.checkpoints} any more.\n"
+            f"the run in {directory.path} {what or f'begins with weights from {imported} (by its imported.json)'}, and "
+            f"there is no checkpoint in {directory.checkpoints} any more.\n"
             "  It was not begun again, and nothing was changed. To do: put the folder of checkpoints back, or "
             f"{start_over}."
         )

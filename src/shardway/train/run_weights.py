@@ -398,6 +398,13 @@ def import_on(ranks: Ranks, resolution: Resolution, wanted: ImportRequest) -> Im
         else:
             converted = _write_weights(ranks, partial, match, model, values)
         ranks.together(lambda: verify_checkpoint(partial, step, ranks.rank, ranks.world))
+
+        def write_source() -> None:
+            if ranks.is_first:
+                with _refused(partial.path):
+                    partial.write_import(str(source.path.resolve()), step)
+
+        ranks.together(write_source)
     return Imported(
         directory=str(target),
         step=step,
