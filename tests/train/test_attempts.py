@@ -188,7 +188,7 @@ def test_the_end_of_the_time_is_no_message_where_the_chain_goes_on(
         if step == 2:
             run.directory.request_stop(words)
 
-    train_tiny(tmp_path, lone_rank(), *SHORT, before_step=ask, attempt=attempt)
+    train_tiny(tmp_path, lone_rank(), *SHORT, "notify.webhook=HOOK", before_step=ask, attempt=attempt)
     assert messages == ["end"] * sent
 
 
