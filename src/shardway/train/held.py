@@ -354,11 +354,11 @@ _DERIVED = frozenset(("base_lrs", "initial_lr", "min_lrs"))
 
 
 class ScriptState(CheckpointState):
-    """The state of a script, as the first rank of each pipeline stage has it. `writes_lr`: the run file's schedule sets
-    the learning rate, so that none is put back."""
+    """The state of a script with its `holdings`, as the first rank of each pipeline stage has it. `writes_lr`: the run
+    file's schedule sets the learning rate, so that none is put back."""
 
     def __init__(self, holdings: Holdings, mesh: Mesh, *, writes_lr: bool) -> None:
-        self._holdings, self._writes_lr = holdings, writes_lr
+        self.holdings, self._writes_lr = holdings, writes_lr
         self._stage, self._stages = mesh.coordinate("pp"), mesh.degree("pp")
         self._leads = all(mesh.coordinate(dim) == 0 for dim in (*DIMS, "cp") if dim != "pp")
         self._begin: dict[str, dict[str, Any]] = {}
@@ -371,7 +371,7 @@ class ScriptState(CheckpointState):
 
     def _read_script(self) -> dict[str, dict[str, Any]]:
         """Settings of groups by optimizer, states of schedulers, what is frozen and what evaluates by model."""
-        held = self._holdings
+        held = self.holdings
         return {
             "optimizers": {
                 each.name: [_read_group(group) for group in each.optimizer.param_groups] for each in held.optimizers
@@ -392,7 +392,7 @@ class ScriptState(CheckpointState):
         """One value, of the rank that leads."""
         if not self._leads:
             return {}
-        held, begin, now = self._holdings, self._begin, self._read_script()
+        held, begin, now = self.holdings, self._begin, self._read_script()
         names = {id(each): name for model in held.models for name, each in model.parameters()}
         optimizers = {}
         for each in held.optimizers:
@@ -427,26 +427,26 @@ class ScriptState(CheckpointState):
                 for name in stages[0]["models"]
             }
             self._saved |= {**stages[0], "models": models}
-        for model in self._holdings.models:
+        for model in self.holdings.models:
             if (saved := self._saved["models"].get(model.name)) is not None:
                 self._put_back_flags(model, saved)
-        parameters = {name: each for model in self._holdings.models for name, each in model.parameters()}
-        for held in self._holdings.optimizers:
+        parameters = {name: each for model in self.holdings.models for name, each in model.parameters()}
+        for held in self.holdings.optimizers:
             if (saved := self._saved["optimizers"].get(held.name)) is not None:
                 _add_groups(held, saved, parameters)
 
     def install(self, tensors: Tensors) -> None:
-        for held in self._holdings.optimizers:
+        for held in self.holdings.optimizers:
             if (saved := self._saved["optimizers"].get(held.name)) is not None:
                 self._put_back_groups(held, saved)
-        for name, scheduler in self._holdings.schedulers.items():
+        for name, scheduler in self.holdings.schedulers.items():
             if (saved := self._saved["schedulers"].get(name)) is not None:
                 self._put_back_scheduler(name, scheduler, saved)
 
     @property
     def unknown(self) -> list[str]:
         """Schedulers in the last loaded checkpoint that today's script has not made."""
-        return [name for name in self._saved["schedulers"] if name not in self._holdings.schedulers]
+        return [name for name in self._saved["schedulers"] if name not in self.holdings.schedulers]
 
     def list_notes(
         self, checkpoint: str, waiting: Iterable[str], missing: Iterable[str], finished: str

@@ -84,12 +84,11 @@ class Loop:
         reading_draws: bool,
     ) -> None:
         """An engine for each optimizer, and the batches from a data position without some spans. `held` is what a
-        script holds, `by_hand` the state of its run.backward; None for a recipe. `data`: the state of its data beyond
-        the position. `reading_draws`: whether reading a batch may draw random numbers."""
+        script holds, `by_hand` the state of its run.backward; both None for a recipe. `data`: the state of its data
+        beyond the position. `reading_draws`: whether reading a batch may draw random numbers."""
         self._session, self._ranks, self._recorder, self._plan = session, session.ranks, session.recorder, plan
         self._engines, self._engine, self._batches_from = engines, engines[0], batches_from
         self._validation, self._on_step, self._reading_draws = validation, on_step, reading_draws
-        self._held, self._by_hand = held, by_hand
         # Every model that is trained, each once.
         models = [each.parallel for each in held.models] if held is not None else [self._engine.passes.parallel]
         self._parallels: Sequence[ParallelModel] = models
@@ -98,13 +97,15 @@ class Loop:
         self._loss_scale = plan.loss_scale
         self._stream: TrainingStream | None = None
         self._lrs = ScheduledLR(session, plan, engines, held)
+        # None for a recipe.
         self._script = ScriptState(held, session.mesh, writes_lr=plan.writes_lr) if held is not None else None
+        self._by_hand = by_hand
         of_script = (self._script, held.kept if held is not None else None, by_hand)
         self._kept = Together([each for each in of_script if each is not None])
         own = self._engine.state
         self._trained: CheckpointState = held.trained() if held is not None and isinstance(own, Trained) else own
         self._state: CheckpointState = Together([self._trained, self._kept, *([data] if data is not None else [])])
-        self._finish_reason, self._finishes, self._adopts = "", False, held is not None
+        self._finish_reason, self._finishes, self._has_adopted = "", False, False
         self._last_call: StepCall | None = None
         self._tier, local = None, None
         if plan.local is not None:
@@ -312,7 +313,7 @@ class Loop:
     def _facts(self) -> Facts:
         step, done, stop = self.counters.step, self._is_done, bool(self._stopping.decision.stop_reason)
         # A script's own loss is saved before its first validation too, so that an error there costs no step.
-        first = self._session.own_model and self._owes_validation and not self._has_validated
+        first = self._script is not None and self._owes_validation and not self._has_validated
         asked = self._plan.saves_shared_after(step) or self._plan.saves_local_after(step)
         asked = asked or ((done or first) and self._plan.save_at_end)
         ends_early = self._finishes and not self._profiling.has_finished
@@ -342,8 +343,8 @@ class Loop:
         session = self._session
         if self._guard.goes_back:
             self._untrained = MutableParts(*self._parallels).remember(None)
-        if self._held is not None and self._script is not None:
-            self._held.adopt()
+        if self._script is not None:
+            self._script.holdings.adopt()
             self._script.begin()
         self._lrs.begin()
         restored = self._resume()
@@ -406,9 +407,9 @@ class Loop:
             known = str(numbers.get("finished", ""))
             self._finish_reason = known or self._ranks.ask_first(lambda: find_early_end(session.directory, step))
             self._finishes = bool(self._finish_reason)
-            if self._held is not None and self._script is not None:  # how the script differs from the checkpoint
+            if self._script is not None:  # how the script differs from the checkpoint
                 session.changes.update(self._script.changes)
-                kept, name = self._held.kept, restored.loaded.name
+                kept, name = self._script.holdings.kept, restored.loaded.name
                 for line in self._script.list_notes(name, kept.waiting, kept.missing, self._finish_reason):
                     if self._ranks.is_first:
                         logging.getLogger("shardway").warning(line)
@@ -553,7 +554,7 @@ class Loop:
                 metrics = validate(passes.parallel.call, validation, passes, self._ranks, breaks)
             finally:
                 generators.put_back()  # its step is saved already; and one that was broken off is made again
-        for parallel in self._parallels if self._held is not None else ():
+        for parallel in self._parallels if self._script is not None else ():
             let_go(parallel)
         seconds = time.perf_counter() - started
         if deadline is not None:
@@ -611,18 +612,18 @@ class Loop:
         self._checkpoints.save(self._save_point(last=True))
 
     def _save_point(self, *, last: bool) -> SavePoint:
-        if self._adopts and self._held is not None:  # once: what the script has made during training
-            self._adopts = False
+        if self._script is not None and not self._has_adopted:  # what the script has made during training
+            self._has_adopted = True
             try:
-                self._held.adopt(late=True)
+                self._script.holdings.adopt(late=True)
             except UserError as error:  # an ambiguous name must not prevent a save
                 if self._ranks.is_first:
                     logging.getLogger("shardway").warning(f"not saved: {error}")
         for parallel in self._parallels:
             average_buffers(parallel.module, self._session.mesh)
-        if self._held is not None:
+        if self._script is not None:
             self._metrics.flush()
-            average_kept_buffers(self._held.kept.objects, self._ranks, self._session.mesh)
+            average_kept_buffers(self._script.holdings.kept.objects, self._ranks, self._session.mesh)
         step, plan = self.counters.step, self._plan
         numbers = {**self.counters.as_numbers(), "data": plan.data_fingerprint, **self._guard.as_numbers()}
         if plan.blend is not None:
@@ -670,7 +671,7 @@ class Loop:
         if self._stream is not None:
             self._stream.close()
         self._checkpoints.settle()
-        if self._held is not None:
+        if self._script is not None:
             self._metrics.flush()
         self._checkpoints.prune(self._monitoring.ranking, in_doubt=self._guard.in_spike)
         if self._plan.blend is not None:
