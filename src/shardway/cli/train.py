@@ -24,7 +24,14 @@ from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, prin
 from shardway.errors import JobError, SiteError, UserError
 from shardway.hardware.limits import ensure_temporary
 from shardway.installed import check_torch
-from shardway.ranks.launcher import NodeSpec, find_placement, is_in_terminal, parse_host, was_started_before
+from shardway.ranks.launcher import (
+    NodeSpec,
+    find_placement,
+    has_restarts_left,
+    is_in_terminal,
+    parse_host,
+    was_started_before,
+)
 from shardway.ranks.outputs import enduring_outputs, leave_outputs
 from shardway.ranks.stop import SignalWatch
 from shardway.rundir.attempts import VARIABLE
@@ -57,13 +64,16 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
-    from shardway.ranks.failure import AttemptShare, failure_reported
+    from shardway.ranks.failure import AttemptShare, failure_reported, find_attempt
 
-    share = AttemptShare()
+    share = AttemptShare(None)
     with ExitStack() as stack:
         if not dry_run:
-            for context in (enduring_outputs(), failure_reported(share, (typer.Exit, typer.Abort)), SignalWatch()):
-                stack.enter_context(context)
+            stack.enter_context(enduring_outputs())
+            if not has_restarts_left(os.environ):
+                share.attempt = find_attempt(os.environ)
+            stack.enter_context(failure_reported(share, (typer.Exit, typer.Abort)))
+            stack.enter_context(SignalWatch())
         request = read_request(words, directory, fresh)
         named = nodes is not None or node is not None
         spec = _read_nodes(nodes, node, port, nproc) if named else None
@@ -117,8 +127,8 @@ def _train(
         ranks = placement.world if launched else nproc or 1
         per_node, leads, compares = placement.local_world if launched else ranks, placement.rank == 0, not launched
     resolution = _resolve(request, ranks, per_node, reports=leads)
-    if nodes is not None:
-        share.ends_attempt = leads or resolution.resolved.values.run.elastic == "off"
+    if nodes is not None and not leads and resolution.resolved.values.run.elastic != "off":
+        share.attempt = None  # the other nodes may go on without this one
     if dry_run:
         if as_json:
             print_json({"ranks": ranks, **resolution_facts(resolution)})

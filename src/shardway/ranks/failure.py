@@ -17,12 +17,11 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -42,7 +41,6 @@ from shardway.errors import (
 from shardway.hardware.limits import count_oom_kills, read_cgroup_limits
 from shardway.ranks.evidence import NO_EVIDENCE, HangEvidence, explain_collectives, read_crash, render_ranks
 from shardway.ranks.hang import Hang
-from shardway.ranks.launcher import has_restarts_left
 from shardway.ranks.stop import Decision, find_stop_signal
 from shardway.refusals import find_remedy
 from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, VARIABLE, Attempt, Ending, Result
@@ -140,23 +138,28 @@ def report_end(attempt: Attempt, result: Result) -> bool:
 
 @dataclass
 class AttemptShare:
-    """Whether an error of this process ends the attempt: not on a node without which the others may go on."""
+    """The attempt whose end an error of this process is (None: no job waits for a report, another process reports it,
+    or the ranks start again), and what the report says beside the error: the reporter and the last step."""
 
-    ends_attempt: bool = True
+    attempt: Attempt | None
+    by: str = BY_AGENT
+    find_step: Callable[[], int] = lambda: 0
 
 
 @contextlib.contextmanager
-def failure_reported(share: AttemptShare, exits: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Report to the job, if there is one, an error before a rank could report it or after all have ended; not if the
-    ranks start again. `exits`: exceptions that end the process as intended."""
-    attempt = find_attempt(os.environ) if not has_restarts_left(os.environ) else None
+def failure_reported(
+    share: AttemptShare,
+    exits: tuple[type[Exception], ...] = (),
+    describe: Callable[[Exception], RankFault] = describe_error,
+) -> Iterator[None]:
+    """Report to the job an error that ends this process: a library that is not there on one node, for instance, for
+    which the other nodes wait. `exits`: exceptions that end the process as intended."""
     try:
         yield
     except exits:
         raise
-    except Exception as error:  # a library that is not there on one node, for instance: the other nodes wait for it
-        reported = error if isinstance(error, ShardwayError) else Bug(f"{type(error).__name__}: {error}")
-        report_fault(attempt if share.ends_attempt else None, BY_AGENT, describe_error(reported))
+    except Exception as error:
+        report_fault(share.attempt, share.by, describe(error), share.find_step())
         raise
 
 

@@ -39,7 +39,14 @@ from shardway.models.contract import find_plan
 from shardway.parallel.blocks import apply_backend_switches, drops, set_compile_cache, tf32_put_back
 from shardway.parallel.mesh import Mesh, build_mesh
 from shardway.parallel.precision import Precision, autocast_model, left_to_model, read_precision
-from shardway.ranks.failure import AttemptEnd, describe_error, find_attempt, report_fault
+from shardway.ranks.failure import (
+    AttemptEnd,
+    AttemptShare,
+    RankFault,
+    describe_error,
+    failure_reported,
+    find_attempt,
+)
 from shardway.ranks.hang import read_hang_timeout
 from shardway.ranks.heartbeat import Progress, find_process_start, open_heartbeat
 from shardway.ranks.launcher import FT_LAUNCHER, Placement, find_placement
@@ -228,7 +235,7 @@ def open_session(request: ResolveRequest, environ: Mapping[str, str]) -> Iterato
         stop_with_parent()
     if attempt is not None and request.own_model:  # where a stop is asked for; a directory that is set holds before it
         request = replace(request, directory=attempt.run_path)
-    with _failure_reported(attempt, placement):
+    with failure_reported(_share_of(attempt, placement), describe=_describe_error):
         monitor = None
         if placement.launcher == FT_LAUNCHER:
             from shardway.ranks.ft_launcher_client import open_monitor
@@ -302,8 +309,8 @@ def hold_session(
         seeds(values.train.seed, ranks.rank)
         # In a notebook a signal is for its cell or its kernel, which go on when this run has ended.
         signals = stack.enter_context(SignalWatch(STOP_SIGNALS if find_shell() is None else (BREAK,)))
-        reporting = _failure_reported(attempt, ranks.placement, lambda: recorder.step_done)
-        with reporting, _faults_recorded(recorder, own_model=own_model):
+        share = _share_of(attempt, ranks.placement, lambda: recorder.step_done)
+        with failure_reported(share, describe=_describe_error), _faults_recorded(recorder, own_model=own_model):
             session = Session(
                 resolution=resolution,
                 ranks=ranks,
@@ -386,18 +393,14 @@ def _faults_recorded(recorder: Recorder, *, own_model: bool) -> Iterator[None]:
         raise named from error
 
 
-@contextlib.contextmanager
-def _failure_reported(
-    attempt: Attempt | None, placement: Placement, find_step: Callable[[], int] = lambda: 0
-) -> Iterator[None]:
-    """Report to the job what ended this rank, unless the ranks start again; an agent of ours does that itself."""
-    try:
-        yield
-    except Exception as error:
-        reported = None if placement.launcher == "shardway" or placement.starts_again else attempt
-        fault = describe_error(error, out_of_memory=is_out_of_memory(error))
-        report_fault(reported, f"rank {placement.rank}", fault, find_step())
-        raise
+def _share_of(attempt: Attempt | None, placement: Placement, find_step: Callable[[], int] = lambda: 0) -> AttemptShare:
+    """What a rank has to report: nothing if the ranks start again, or if an agent of ours does it."""
+    reports = placement.launcher != "shardway" and not placement.starts_again
+    return AttemptShare(attempt if reports else None, f"rank {placement.rank}", find_step)
+
+
+def _describe_error(error: Exception) -> RankFault:
+    return describe_error(error, out_of_memory=is_out_of_memory(error))
 
 
 def machine_facts(ranks: Ranks) -> dict[str, Any]:
