@@ -281,11 +281,9 @@ def fit_workers(
 ) -> tuple[int, str]:
     """How many of the `wanted` loader processes each of `ranks` on this node can have, and why no more ("": all).
 
-    `limit`: before any rank started one. `to_come`: threads that a rank will start to compute with. A validation has as
-    many loader processes again.
+    At least one is wanted, and a validation has as many again. `limit`: before any rank started one. `to_come`: threads
+    that a rank will start to compute with.
     """
-    if not wanted:
-        return 0, ""
     by_tasks, by_files = wanted, wanted
     if limit is not None:
         # numpy's OpenBLAS starts further threads in each process that imports it.

@@ -49,7 +49,7 @@ from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT, LoadedRunFile, is_text, load_run
 from shardway.runfile.schema import RunFile, all_keys
 from shardway.sites.load import UnknownSite, load_site
-from shardway.sites.schema import CPU, SiteProfile
+from shardway.sites.schema import SiteProfile
 from shardway.units import Scale, Span
 
 if TYPE_CHECKING:
@@ -465,8 +465,10 @@ def site_of(loaded: LoadedRunFile, machine: probe.LocalMachine | None = None) ->
 
 def machine_of_known(site: SiteProfile) -> Machine | None:
     """The machine of a site; None for nodes without accelerators, and if the catalogue lacks their memory and rates."""
-    part = load_accelerators().get(site.node.accelerator or CPU)
-    if part is None or not (part.memory_bytes and part.peak_flops and site.node.accelerators_per_node):
+    if not (site.node.accelerator and site.node.accelerators_per_node):
+        return None
+    part = load_accelerators().get(site.node.accelerator)
+    if part is None or not (part.memory_bytes and part.peak_flops):
         return None
     from shardway.plan.case import machine_of_site
 

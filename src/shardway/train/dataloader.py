@@ -299,11 +299,12 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
             )
     if loader is not None and loader.is_stream:
         workers = min(workers, 1)
-    to_come = max(0, torch.get_num_threads() - count_threads())  # torch starts them later
-    workers, too_few = fit_workers(workers, here, session.task_limit, to_come)
     notes = [session.temporary]
-    if not tunes:  # what is tuned is measured
-        notes += [too_few, *([describe_few_cores(workers, here), describe_shortage()] if workers else [])]
+    if workers:
+        to_come = max(0, torch.get_num_threads() - count_threads())  # torch starts them later
+        workers, too_few = fit_workers(workers, here, session.task_limit, to_come)
+        if not tunes:  # what is tuned is measured
+            notes += [too_few, *([describe_few_cores(workers, here), describe_shortage()] if workers else [])]
     for said in filter(None, notes):
         session.note_once(NOTE, said)
     seeded = tunes and loader is not None and not isinstance(loader.samples, DataSource)
