@@ -14,8 +14,9 @@ module imports nothing of Shardway and prints nothing.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -79,6 +80,23 @@ ERRORS_BY_NAME: dict[str, type[ShardwayError]] = {
     cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, NodeLost, Fenced, LateStop, Bug)
 }
 """Name -> class, so that an error recorded by one rank can be raised again by the process that started it."""
+
+
+@contextlib.contextmanager
+def in_words_of_scripts() -> Iterator[None]:
+    """In this context errors name the arguments of `shardway.start` in place of the options of the command line, which
+    a script does not have; commands (in backticks) stay as they are."""
+    try:
+        yield
+    except ShardwayError as error:
+        parts = str(error).split("`")
+        for option, argument in _OF_SCRIPTS.items():
+            parts[::2] = [re.sub(rf"(?<![\w-]){option}\b", argument, part) for part in parts[::2]]
+        error.args = ("`".join(parts), *error.args[1:])
+        raise
+
+
+_OF_SCRIPTS = {"--dir": "shardway.start(directory=...)", "--fresh": "shardway.start(fresh=True)"}
 
 
 @dataclass(frozen=True)

@@ -396,7 +396,7 @@ class Holder:
         (Holder({"a": [1, {"f": len}]}), "thing.state_dict() at a.1.f is a builtin_function_or_method, which"),
         (Holder(iter([])), "thing.state_dict() is a list_iterator, which"),
         (Holder({"t": torch.eye(2).to_sparse()}), "thing.state_dict() at t is a tensor of the layout torch.sparse_coo"),
-        (torch.Generator(), "run.keep('thing', ...) was given a Generator, which has no state_dict()"),
+        ({"count": 0}, "run.keep('thing', ...) was given a dict, which has no state_dict()"),
         (nn.Linear, "run.keep('thing', ...) was given the class Linear."),
     ],
     ids=["function", "iterator", "sparse", "no state", "class"],

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import Dataset, Subset, TensorDataset, WeightedRandomSampler
 
 import shardway
-from runs import lone_rank, open_tiny, read_column
+from pool import ranks
+from runs import lone_rank, open_tiny, pool_ranks, read_column, read_named
 from shardway.checkpoint.state import Unstorable, put_state_together, seed_all, take_state_apart
-from shardway.errors import LostContact, UserError
+from shardway.errors import LostContact, ShardwayError, UserError
 from shardway.ranks import stop
+from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
+from shardway.train import loop
 
 KEYS = ("run.device=cpu", "run.threads=1", "run.telemetry=off", "checkpoint.background=false")
 SAVED = (*KEYS, "checkpoint.every=2 steps")
@@ -169,6 +177,106 @@ def test_a_batch_that_was_left_is_drawn_again_alike(tmp_path: Path, quiet_thread
     assert read_column(tmp_path / "left") == read_column(tmp_path / "whole")
 
 
+@ranks(2)
+def test_what_torch_would_average_a_second_time_is_refused(rank: int, tmp_path: Path) -> None:
+    with open_tiny(tmp_path, pool_ranks(), base=KEYS) as run:
+        model = run.shard(nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD, model, lr=0.01)
+        wrapped = DistributedDataParallel(model)
+        for batch in run.steps(run.loader(Noisy(), batch_size=4), 2):
+            if run.step_number == 0:
+                with pytest.raises(UserError, match=r"DistributedDataParallel around the Linear .*\n.*give it what"):
+                    run.step(wrapped, batch, F.mse_loss)
+            run.step(model, batch, F.mse_loss)
+
+
+@ranks(2)
+def test_what_torch_would_shard_a_second_time_is_refused(rank: int, tmp_path: Path) -> None:
+    with open_tiny(tmp_path, pool_ranks(), base=KEYS) as run:
+        model = run.shard(nn.Linear(4, 1))
+        fully_shard(model)
+        run.optimizer(torch.optim.SGD, model, lr=0.01)
+        with pytest.raises(UserError, match=r"run\.steps: .* FSDPModule around .*\n.*set parallel\.dp_shard"):
+            next(run.steps(run.loader(Noisy(), batch_size=4), 2))
+        assert not (tmp_path / "events").exists()
+
+
+@ranks(2)
+def test_a_part_of_the_data_for_each_rank_is_refused(rank: int, tmp_path: Path) -> None:
+    for part, what in (
+        (range(rank, 32, 2), r"Subset of 16, of other samples"),
+        (range(20 + rank), r"Subset of 20 on rank 0 and Subset of 21 on rank 1"),
+    ):
+        with open_tiny(tmp_path, pool_ranks(), base=KEYS) as run:
+            model = run.shard(nn.Linear(4, 1))
+            run.optimizer(torch.optim.SGD, model, lr=0.01)
+            with pytest.raises(UserError, match=what):
+                next(run.steps(run.loader(Subset(Noisy(), part), batch_size=4), 2))
+    with open_tiny(tmp_path, pool_ranks(), base=KEYS) as run:  # perhaps drawn at random
+        model = run.shard(nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD, model, lr=0.01)
+        data = TensorDataset(torch.rand(8, 4), torch.rand(8, 1))
+        for batch in run.steps(run.loader(data, batch_size=4), 2):
+            run.step(model, batch, F.mse_loss)
+    if rank == 0:
+        assert "TensorDataset of 8, of other samples" in read_named(tmp_path, "data_order_noted")[0]["reason"]
+
+
+def test_weights_of_a_sampler_that_the_script_changes_go_on(tmp_path: Path, quiet_threads: None) -> None:
+    for name, lengths in (("whole", (8,)), ("parted", (2, 6, 8))):
+        for last in lengths:
+            torch.manual_seed(1)
+            with open_tiny(tmp_path / name, lone_rank(), base=(*SAVED, "data.workers=0")) as run:
+                model = run.shard(nn.Linear(4, 1))
+                run.optimizer(torch.optim.SGD, model, lr=0.01)
+                sampler = WeightedRandomSampler([1.0] * 32, 8)
+                for batch in run.steps(run.loader(Noisy(), batch_size=4, sampler=sampler), last):
+                    run.step(model, batch, F.mse_loss)
+                    sampler.weights[run.step_number] = 100.0
+    assert read_column(tmp_path / "parted") == read_column(tmp_path / "whole")
+
+
+class Harder(Noisy):
+    """Samples of a level that a script raises."""
+
+    def __init__(self) -> None:
+        self.level, self.reads = 0, 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads += 1
+        return torch.full((4,), float(self.level)), torch.ones(1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.level = state["level"]
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not kept"])
+def test_a_dataset_that_the_script_changes(keeps: bool, tmp_path: Path, quiet_threads: None) -> None:
+    for name, lengths in (("whole", (4,)), ("parted", (2, 4))):
+        for last in lengths:
+            torch.manual_seed(1)
+            data = Harder()
+            with open_tiny(tmp_path / name, lone_rank(), base=(*SAVED, "data.workers=0")) as run:
+                model = run.shard(nn.Linear(4, 1))
+                run.optimizer(torch.optim.SGD, model, lr=0.01)
+                if keeps:
+                    run.keep("data", data)
+                for batch in run.steps(run.loader(data, batch_size=4), last):
+                    run.step(model, batch, F.mse_loss)
+                    data.level += 1
+    notes = [event["reason"] for event in read_named(tmp_path / "whole", "data_order_noted")]
+    if keeps:
+        assert not notes
+        assert read_column(tmp_path / "parted") == read_column(tmp_path / "whole")
+    else:
+        assert [note.split(":")[0] for note in notes] == [
+            "the script has changed Harder.level from 0 to 1 between two batches, which no checkpoint holds"
+        ]
+
+
 # --- what it holds
 
 
@@ -267,6 +375,138 @@ def test_kept_values_come_back_as_they_were() -> None:
             take_state_apart({"x": wide})
 
 
+OWN_GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], float]]] = {
+    "torch": (lambda rank: torch.Generator().manual_seed(rank), lambda own: float(torch.rand(1, generator=own))),
+    "numpy": (lambda rank: np.random.default_rng(rank), lambda own: float(own.random())),
+    "twister": (lambda rank: np.random.Generator(np.random.MT19937(rank)), lambda own: float(own.random())),
+    "legacy": (lambda rank: np.random.RandomState(rank), lambda own: float(own.normal())),
+    "python": (lambda rank: random.Random(rank), lambda own: own.gauss(0, 1)),
+}
+
+
+def draw(name: str, folder: Path, rank: int, on: Ranks, lengths: tuple[int, ...]) -> list[float]:
+    """What a script draws from a generator that it keeps, in several starts."""
+    make, take = OWN_GENERATORS[name]
+    drawn = []
+    for last in lengths:
+        with open_tiny(folder, on, base=SAVED) as run:
+            model = run.shard(nn.Linear(4, 1))
+            run.optimizer(torch.optim.SGD, model, lr=0.01)
+            own = run.keep("own", make(rank))
+            for batch in run.steps(run.loader(Noisy(), batch_size=4), last):
+                run.step(model, batch, F.mse_loss)
+                drawn.append(take(own))
+    return drawn
+
+
+@pytest.mark.parametrize("name", OWN_GENERATORS)
+def test_a_kept_generator_goes_on(name: str, tmp_path: Path, quiet_threads: None) -> None:
+    assert draw(name, tmp_path, 3, lone_rank(), (2, 4)) == draw(name, tmp_path / "whole", 3, lone_rank(), (4,))
+
+
+@ranks(2)
+def test_a_kept_generator_goes_on_on_each_rank(rank: int, tmp_path: Path) -> None:
+    parted = draw("numpy", tmp_path / "parted", rank, pool_ranks(), (2, 4))
+    generator = np.random.default_rng(rank)
+    assert parted == [float(generator.random()) for _ in range(4)]
+    if rank == 0:  # a single rank goes on as the first, in a run that two have saved
+        assert draw("numpy", tmp_path / "parted", rank, lone_rank(), (6,)) == [float(generator.random()) for _ in "56"]
+
+
+def test_a_scaler_goes_on(tmp_path: Path, quiet_threads: None) -> None:
+    scales = []
+    for last in (2, 4):
+        with open_tiny(tmp_path, lone_rank(), base=SAVED) as run:
+            model = run.shard(nn.Linear(4, 1))
+            optimizer = run.optimizer(torch.optim.SGD, model, lr=0.01)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+            for inputs, targets in run.steps(run.loader(Noisy(), batch_size=4), last):
+                run.backward(scaler.scale(F.mse_loss(model(inputs), targets)))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+    assert scales == [16.0, 32.0, 64.0, 128.0]
+
+
+class Tally:
+    """A number of a script."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+@ranks(2)
+def test_what_one_rank_alone_keeps_is_named(rank: int, tmp_path: Path) -> None:
+    with open_tiny(tmp_path, pool_ranks(), base=SAVED) as run:
+        model = run.shard(nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD, model, lr=0.01)
+        run.keep("alike", Tally(1))
+        run.keep("unlike", Tally(rank))
+        run.keep(f"of-{rank}", Tally(1))
+        for batch in run.steps(run.loader(Noisy(), batch_size=4), 2):
+            run.step(model, batch, F.mse_loss)
+    if rank == 0:
+        (event,) = read_named(tmp_path, "kept_unlike")
+        assert event["reason"].split(". ")[0] == (
+            "unlike is not the same on all ranks, and all resume from that of rank 0, which is saved; "
+            "of-0 is kept by run.keep on 1 of 2 ranks, and resumes on these alone; "
+            "of-1 is kept by run.keep on rank 1 and not on rank 0, so it is not saved"
+        )
+
+
+@ranks(2)
+def test_a_learning_rate_of_one_rank_alone_is_refused(rank: int, tmp_path: Path) -> None:
+    words = r"not the same on all ranks: 0\.5 on rank 0 and 0\.1 on rank 1"
+    with pytest.raises(UserError, match=words), open_tiny(tmp_path, pool_ranks(), base=SAVED) as run:
+        model = run.shard(nn.Linear(4, 1))
+        optimizer = run.optimizer(torch.optim.SGD, model, lr=0.5)
+        for batch in run.steps(run.loader(Noisy(), batch_size=4), 4):
+            run.step(model, batch, F.mse_loss)
+            if rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.1
+    assert not RunDir(tmp_path).checkpoint_steps()
+
+
+@ranks(2)
+def test_a_group_that_a_script_has_destroyed_is_named(rank: int, tmp_path: Path) -> None:
+    words = r"destroyed before the end of the run.*\n.*call run\.close\(\) before"
+    with pytest.raises(UserError, match=words), open_tiny(tmp_path, pool_ranks(), base=SAVED) as run:
+        model = run.shard(nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD, model, lr=0.5)
+        for batch in run.steps(run.loader(Noisy(), batch_size=4), 4):
+            run.step(model, batch, F.mse_loss)
+            break
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+@ranks(2)
+def test_a_mode_of_one_rank_alone_is_named(rank: int, tmp_path: Path) -> None:
+    with open_tiny(tmp_path, pool_ranks(), base=SAVED) as run:
+        model = run.shard(nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD, model, lr=0.5)
+        for batch in run.steps(run.loader(Noisy(), batch_size=4), 4):
+            run.step(model, batch, F.mse_loss)
+            if rank == 0:
+                model.eval()
+    if rank == 0:
+        (event,) = read_named(tmp_path, "kept_unlike")
+        assert event["reason"].startswith("train() and eval() in model: not the same on all ranks")
+
+
+@ranks(2)
+def test_statistics_over_ranks_on_a_cpu_are_refused(rank: int, tmp_path: Path) -> None:
+    with open_tiny(tmp_path, pool_ranks(), base=SAVED) as run, pytest.raises(UserError, match=r"bn: a SyncBatchNorm, "):
+        run.shard(nn.Sequential(OrderedDict(bn=nn.SyncBatchNorm(4), last=nn.Linear(4, 1))))
+
+
 def test_a_kept_metric_goes_on(tmp_path: Path, quiet_threads: None) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -281,6 +521,34 @@ def test_a_kept_metric_goes_on(tmp_path: Path, quiet_threads: None) -> None:
                 yield float(metric.compute())
 
     assert [*seen(2), *seen(4)] == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "found"])
+def test_an_average_that_is_made_late(
+    keeps: bool, tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found after the first save too; where its state waits for it, its own updates are not undone."""
+    monkeypatch.setattr(loop, "SEARCH_PACE", 0)
+    counts = []
+    for name, lengths in (("whole", (6,)), ("parted", (4, 6))):
+        for last in lengths:
+            torch.manual_seed(1)
+            average = None
+            with open_tiny(tmp_path / name, lone_rank(), base=SAVED) as run:
+                model = run.shard(nn.Linear(4, 1))
+                run.optimizer(torch.optim.SGD, model, lr=0.1)
+                for batch in run.steps(run.loader(Noisy(), batch_size=4), last):
+                    run.step(model, batch, F.mse_loss)
+                    if run.step_number >= 2:
+                        if average is None:
+                            average = AveragedModel(model)
+                            if keeps:
+                                run.keep("average-model", average)
+                        average.update_parameters(model)
+            counts.append(int(average.n_averaged))
+    assert counts == ([4, 2, 4] if keeps else [4, 2, 2])
+    notes = [event["reason"] for event in read_named(tmp_path / "parted", "kept_unlike")]
+    assert keeps or "average-model was made after the run was resumed" in notes[0]
 
 
 # --- optimizers
@@ -370,6 +638,27 @@ def test_what_an_optimizer_adds_to_its_state_is_kept(kind: type[Counting], tmp_p
     assert read_column(tmp_path / "parted") == read_column(tmp_path / "whole")
 
 
+def test_another_class_is_named_and_not_its_defaults(
+    tmp_path: Path, quiet_threads: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kinds = ((torch.optim.Adam, StepLR, {"step_size": 2}), (torch.optim.AdamW, ExponentialLR, {"gamma": 0.5}))
+    for last, (kind, course, arguments) in zip((2, 4), kinds, strict=True):
+        with shardway.start(*SAVED, directory=tmp_path) as run:
+            model = run.shard(nn.Linear(4, 1))
+            optimizer = run.optimizer(kind, model, lr=0.1 * last)
+            run.scheduler(course, optimizer, name="course", **arguments)
+            for batch in run.steps(run.loader(Noisy(), batch_size=4), last):
+                run.step(model, batch, F.mse_loss)
+    assert "optimizer was Adam when step-000000002 was saved and is AdamW now" in capfd.readouterr().err
+    changed = read_named(tmp_path, "started")[-1]["changed"]
+    assert changed == {
+        "train.steps": ["2 steps", "4 steps"],
+        "optimizer": ["Adam", "AdamW"],
+        "optimizer.lr": [0.2, 0.4],
+        "course": ["StepLR", "ExponentialLR"],
+    }
+
+
 # --- the end
 
 
@@ -387,3 +676,31 @@ def test_a_report_that_cannot_be_written_leaves_a_run_finished(
     assert "the report was not written: IsADirectoryError" in capfd.readouterr().err
     assert RunDir(tmp_path / "run").read_status()["state"] == "finished"
     shutil.rmtree(tmp_path / "run/report.html")
+
+
+# --- what a refusal says to a script
+
+
+def test_a_script_is_not_sent_to_options_of_the_command_line(tmp_path: Path, quiet_threads: None) -> None:
+    strange, other = tmp_path / "strange", tmp_path / "other"
+    (strange / "thesis").mkdir(parents=True)
+    with pytest.raises(UserError) as refused:
+        shardway.start(*KEYS, directory=strange)
+    said = [str(refused.value)]
+    for keys, kind, steps in (
+        ((), torch.optim.Adam, 2),
+        ((), torch.optim.SGD, 2),
+        (("train.seed=3",), torch.optim.Adam, 2),
+    ):
+        with shardway.start(*SAVED, *keys, directory=other) as run:
+            model = run.shard(nn.Linear(4, 1))
+            run.optimizer(kind, model, lr=0.1)
+            try:
+                for batch in run.steps(run.loader(Noisy(), batch_size=4), steps):
+                    run.step(model, batch, F.mse_loss)
+            except ShardwayError as error:
+                said.append(str(error))
+    assert len(said) == 3, said
+    for message in said:
+        assert "shardway.start(" in message
+        assert not re.search(r"(?<!\w)--(dir|fresh)", message)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import importlib
 import inspect
 import json
@@ -734,16 +735,77 @@ def _seed_torch(seed: int, rank: int) -> int:
 KEPT = "kept"  # the prefix of names of tensors of kept objects
 
 
-class KeptObjects(CheckpointState):
-    """The objects that a script keeps, by name; `leads`: whether this rank's copies are saved. What a checkpoint holds
-    of an object that is not here yet waits in `waiting`."""
+@dataclass(frozen=True)
+class KeptGenerator:
+    """A generator of random numbers that a script owns: torch's, numpy's or Python's. Ranks may draw from it
+    differently, so each saves its own."""
 
-    def __init__(self, device: torch.device, *, leads: bool) -> None:
+    generator: Any
+
+    @staticmethod
+    def of(thing: Any) -> Any:
+        """The thing itself, if it is no generator."""
+        kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+        return KeptGenerator(thing) if isinstance(thing, kinds) and not isinstance(thing, _FROM_SYSTEM) else thing
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state as numbers, strings and bytes alone, by its kind."""
+        own = self.generator
+        if isinstance(own, torch.Generator):
+            return {"torch": bytes(own.get_state().numpy())}
+        if isinstance(own, np.random.Generator):
+            return {"numpy": _pack(own.bit_generator.state)}
+        if isinstance(own, np.random.RandomState):
+            return {"legacy": _pack(own.get_state(legacy=False))}
+        return {"python": own.getstate()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. Raises ValueError for one of another kind."""
+        own, (kind, value) = self.generator, next(iter(state.items()))
+        if kind != (today := next(iter(self.state_dict()))):
+            raise ValueError(f"it was a generator of {kind} and is one of {today}")
+        if isinstance(own, torch.Generator):
+            own.set_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        elif isinstance(own, np.random.Generator):
+            own.bit_generator.state = _unpack(value)
+        elif isinstance(own, np.random.RandomState):
+            own.set_state(_unpack(value))
+        else:
+            own.setstate(value)
+
+
+def _pack(state: Any) -> Any:
+    """Nested dicts with arrays as (dtype, bytes)."""
+    if isinstance(state, dict):
+        return {name: _pack(value) for name, value in state.items()}
+    return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state
+
+
+def _unpack(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _unpack(value) for name, value in state.items()}
+    return np.frombuffer(state[1], state[0]).copy() if isinstance(state, tuple) else state
+
+
+_FROM_SYSTEM = (random.SystemRandom,)
+"""Generators without a state."""
+
+_OF_RANK = "@"
+"""Stands between the name of a kept generator and a further rank; no name has it."""
+
+
+class KeptObjects(CheckpointState):
+    """The objects that a script keeps, by name. Rank 0's copies are saved, and every rank's generators. What a
+    checkpoint holds of an object that is not here yet waits in `waiting`."""
+
+    def __init__(self, device: torch.device, rank: int) -> None:
         self.objects: dict[str, Any] = {}
         self.waiting: dict[str, Any] = {}
         self.missing: list[str] = []  # objects of which the last loaded checkpoint holds nothing
-        self._device, self._leads = device, leads
+        self._device, self._rank, self._leads = device, rank, rank == 0
         self._saved: dict[str, str] = {}
+        self._of_ranks: dict[str, dict[int, str]] = {}
+        self._own: set[str] = set()  # what was loaded as this rank's alone
 
     def add(self, name: str, thing: Any) -> None:
         """Keep an object from now on; it loads its waiting state. Raises UserError if its state cannot be stored."""
@@ -751,6 +813,7 @@ class KeptObjects(CheckpointState):
             raise UserError(
                 f"run.keep({name!r}, ...) was given the class {thing.__name__}.\n  To do: give it an object of it."
             )
+        thing = KeptGenerator.of(thing)
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(thing, method, None)):
                 raise UserError(
@@ -766,6 +829,21 @@ class KeptObjects(CheckpointState):
         if name in self.waiting:
             _load(name, thing, self.waiting.pop(name))
 
+    def digests(self) -> dict[str, str]:
+        """A digest of each object's state by name, without shards and large tensors; "" for a generator."""
+        found = {}
+        for name, each in self.objects.items():
+            with contextlib.suppress(UserError):  # reported by a save
+                parts = _take_apart(name, each.state_dict())
+                small = {
+                    key: tensor.cpu().tolist()
+                    for key, tensor in parts.tensors.items()
+                    if not isinstance(tensor, DTensor) and tensor.numel() <= MOST_INLINE
+                }
+                digest = hashlib.blake2b(repr((parts.text, small)).encode()).hexdigest()
+                found[name] = "" if isinstance(each, KeptGenerator) else digest
+        return found
+
     def collect(self) -> Tensors:
         """The current states; of ranks that do not lead, only their shards."""
         kept: Tensors = {}
@@ -780,8 +858,11 @@ class KeptObjects(CheckpointState):
                 continue
             own = {key: tensor for key, tensor in parts.tensors.items() if self._leads or isinstance(tensor, DTensor)}
             kept |= {name: own} if own else {}
-            texts[structure_name(f"{KEPT}.{name}")] = parts.text
-        return {**({KEPT: kept} if kept else {}), **(texts if self._leads else {})}
+            if self._leads:
+                texts[structure_name(f"{KEPT}.{name}")] = parts.text
+            elif isinstance(self.objects.get(name), KeptGenerator) or name in self._own:
+                texts[structure_name(f"{KEPT}.{name}{_OF_RANK}{self._rank}")] = parts.text
+        return {**({KEPT: kept} if kept else {}), **texts}
 
     def template(self, table: TensorTable) -> Tensors:
         """Targets for all that was saved: shards if today's object has shards of that shape, else whole tensors."""
@@ -789,6 +870,10 @@ class KeptObjects(CheckpointState):
         self._saved = {
             name.removeprefix(begin): json.loads(text) for name, text in table.values.items() if name.startswith(begin)
         }
+        self._of_ranks = {}
+        for name in [each for each in self._saved if _OF_RANK in each]:
+            called, _, rank = name.partition(_OF_RANK)
+            self._of_ranks.setdefault(called, {})[int(rank)] = self._saved.pop(name)
         for name in self._saved:
             today = _take_apart(name, self.objects[name].state_dict()).tensors if name in self.objects else {}
             if room := make_room(table, f"{KEPT}.{name}.", today):
@@ -799,7 +884,13 @@ class KeptObjects(CheckpointState):
         """Let each object load its state. Raises UserError if one refuses it."""
         kept = tensors.get(KEPT, {})
         self.missing = [name for name in self.objects if name not in self._saved]
-        for name, text in self._saved.items():
+        self._own = {name for name, others in self._of_ranks.items() if self._rank in others}
+        for name, first in self._saved.items():
+            others = self._of_ranks.get(name, {})
+            if not self._leads and self._rank not in others and set(others.values()) - {first}:
+                self.missing.append(f"{name} (a generator) of rank {self._rank}")
+                continue
+            text = first if self._leads else others.get(self._rank, first)
             state = put_state_together(text, partial(self._find, kept.get(name, {})))
             if name in self.objects:
                 _load(name, self.objects[name], state)

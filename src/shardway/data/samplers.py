@@ -21,8 +21,8 @@ import itertools
 import pickle
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -180,6 +180,43 @@ class SamplerStands:
     read: tuple[int, int]
 
 
+class _ChangeableFields:
+    """What a script may change in one of torch's samplers between two epochs, as a state; None if there is nothing."""
+
+    def __init__(self, sampler: Any) -> None:
+        inner = getattr(sampler, "sampler", None) if type(sampler) is BatchSampler else sampler
+        names = {WeightedRandomSampler: "weights", SubsetRandomSampler: "indices"}
+        self._sampler, self._name = inner, names.get(type(inner), "")
+
+    def state_dict(self) -> dict[str, Any] | None:
+        if not self._name:
+            return None
+        values = getattr(self._sampler, self._name)
+        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        return {self._name: np.array(array, order="C")} if array.dtype.kind in "iuf" else None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """In place if possible: the script may hold the same object."""
+        array, values = state[self._name], getattr(self._sampler, self._name)
+        if isinstance(values, torch.Tensor) and tuple(values.shape) == array.shape:
+            values.detach().copy_(torch.from_numpy(array))
+        elif isinstance(values, list):
+            values[:] = array.tolist()
+        elif isinstance(values, np.ndarray) and values.shape == array.shape:
+            values[...] = array
+        else:
+            kind = torch.from_numpy if isinstance(values, torch.Tensor) else np.array
+            setattr(self._sampler, self._name, tuple(array.tolist()) if isinstance(values, tuple) else kind(array))
+
+
+def _are_alike(one: bytes | None, other: bytes | None) -> bool:
+    """Whether two states of such fields have the same values."""
+    if one is None or other is None or one == other:
+        return one == other
+    first, second = pickle.loads(one), pickle.loads(other)
+    return bool(first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first))
+
+
 class _Epochs:
     """What a sampler gives in each epoch, read in blocks."""
 
@@ -189,6 +226,7 @@ class _Epochs:
         set_epoch = getattr(sampler, "set_epoch", None) or getattr(getattr(sampler, "sampler", None), "set_epoch", None)
         self._set_epoch: Callable[[int], object] | None = set_epoch if callable(set_epoch) else None
         self._generators = _find_generators(sampler)
+        self._stateful = sampler if has_state(sampler) else _ChangeableFields(sampler)
         self._first = self._stand()
         self._next, self._has_read = (0, 0), False
         self._elements: Iterator[Any] = iter(())
@@ -209,7 +247,7 @@ class _Epochs:
     def hidden_state(self) -> bool:
         """Whether the sampler may draw from a generator that is not seen here."""
         known = _is_known(self._sampler) or self._set_epoch is not None or self._generators
-        return not known and self._first.own is None
+        return not known and not has_state(self._sampler)
 
     def element(self, epoch: int, row: int) -> Any:
         number, at = divmod(row, _BLOCK)
@@ -235,13 +273,28 @@ class _Epochs:
         return self._kept[wanted]
 
     def stands(self, epoch: int) -> SamplerStands:
+        first, now = self._first, self._stand()
         befores = {each: stand for each, stand in self._befores.items() if each >= epoch}
-        return SamplerStands(self._first, epoch, befores, self._stand(), self._next)
+        if self._is_untouched((now, *befores.values())):  # today's fields are those at any time
+            first, now = replace(first, own=None), replace(now, own=None)
+            befores = {each: replace(stand, own=None) for each, stand in befores.items()}
+        return SamplerStands(first, epoch, befores, now, self._next)
+
+    def _is_untouched(self, stands: Iterable[SamplerStand]) -> bool:
+        """Whether the fields of one of torch's samplers are as they were at first."""
+        only_fields = isinstance(self._stateful, _ChangeableFields)
+        return only_fields and all(_are_alike(self._first.own, stand.own) for stand in stands)
 
     def go_on(self, stands: SamplerStands) -> None:
         """Continue as the process whose sampler was in these states; nothing happens if it held other generators."""
         if len(stands.first.generators) != len(self._generators):
             return
+        if isinstance(self._stateful, _ChangeableFields):
+            today = self._stand().own
+            if not _are_alike(stands.first.own, today):  # none was changed, or today's script begins with others
+                befores = {epoch: replace(stand, own=None) for epoch, stand in stands.befores.items()}
+                stands = replace(stands, befores=befores, now=replace(stands.now, own=None))
+            stands = replace(stands, first=replace(stands.first, own=today))
         self._kept, self._befores, self._has_read = {}, {}, True
         self._first, self._next = stands.first, (stands.epoch, 0)
         for epoch, stand in sorted(stands.befores.items()):
@@ -288,11 +341,11 @@ class _Epochs:
 
     def _stand(self) -> SamplerStand:
         generators = tuple(bytes(generator.get_state().numpy()) for generator in self._generators)
-        return SamplerStand(generators, read_state(self._sampler))
+        return SamplerStand(generators, read_state(self._stateful))
 
     def _put(self, stand: SamplerStand) -> None:
         self._put_generators(stand)
-        rewind(self._sampler, stand.own)
+        rewind(self._stateful, stand.own)
 
     def _put_generators(self, stand: SamplerStand) -> None:
         for generator, state in zip(self._generators, stand.generators, strict=True):

@@ -102,7 +102,7 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
     A model on the meta device is materialised and filled; a model that already has weights keeps those of rank 0.
     Raises UserError where the model cannot be initialised or split.
     """
-    check_takes(model, 1 if mesh.devices is None else mesh.devices.size())
+    check_takes(model, 1 if mesh.devices is None else mesh.devices.size(), device)
     on_meta = _check_device(model, options)
     parallel, precision, plan = options.parallel, options.precision, find_plan(model)
     pp, tp, cp, ep = (mesh.degree(axis) for axis in ("pp", "tp", "cp", "ep"))
@@ -244,7 +244,7 @@ def _find_ties(model: nn.Module) -> dict[str, str]:
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 
 
-def check_takes(model: nn.Module, ranks: int) -> None:
+def check_takes(model: nn.Module, ranks: int, device: torch.device) -> None:
     """Raise UserError where a model cannot be made parallel over so many ranks, whatever the layout."""
     problems: list[Problem] = []
     tensors = (*model.named_parameters(), *model.named_buffers())
@@ -277,7 +277,18 @@ def check_takes(model: nn.Module, ranks: int) -> None:
         if ranks > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             what = "sparse=True: gradients with indices are not added up over ranks"
             problems.append(Problem(name, what, remedy="set sparse=False, or train it on one rank"))
+        if ranks > 1 and device.type == "cpu" and isinstance(module, nn.SyncBatchNorm):
+            what = "a SyncBatchNorm, which torch computes over several ranks on GPUs alone, is on a CPU"
+            remedy = 'convert batch norms only where run.device.type is not "cpu"'
+            problems.append(Problem(name, what, remedy=remedy))
     check_no_problems(given, problems)
+
+
+def find_wrapper(model: nn.Module) -> str:
+    """The class of torch's that a script has put around a model that is parallel already: it would average or shard a
+    second time. Empty if there is none; our own wrapper of replicas is none."""
+    found = (kind for kind in _WRAPPERS if isinstance(model, kind) and not isinstance(model, ReplicatedModule))
+    return next((kind.__name__ for kind in found), "")
 
 
 # --- methods of a sharded model beside forward

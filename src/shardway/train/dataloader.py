@@ -25,12 +25,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
+    TensorDataset,
     default_collate,
     default_convert,
 )
@@ -353,6 +355,76 @@ def pad_groups(groups: LengthGroups, multiple: int) -> LengthGroups:
         return torch.nn.functional.pad(tensor, (0, missing), value=value) if missing else tensor
 
     return LengthGroups((pad(inputs, 0), pad(targets, IGNORED)) for inputs, targets in groups)
+
+
+# --- data of a script that are not the same on all ranks, or that it changes while the run trains
+
+
+def check_same_data(session: Session, loader: Loader) -> None:
+    """Raise UserError on every rank if one was given another map-style dataset; called on all ranks together. That
+    tensors or lists differ is reported once: they may have been drawn at random."""
+    ranks = session.ranks
+    if ranks.world == 1:
+        return
+    facts = ranks.gather(ranks.together(lambda: (loader.is_stream, loader.fingerprint, *_digest_data(loader.samples))))
+    if loader.is_stream or len(set(facts)) == 1:
+        return
+    rank, other = next((rank, each) for rank, each in enumerate(facts) if each != facts[0])
+    first = facts[0][1]
+    what = f"{first} on rank 0 and {other[1]} on rank {rank}" if other[1] != first else f"{first}, of other samples"
+    words = f"run.loader was not given the same data on all ranks: {what}."
+    remedy = "To do: give every rank the whole dataset; each takes its share of every batch by itself."
+    if other[:-1] == facts[0][:-1]:
+        session.note_once(NOTE, f"{words} {remedy}")
+    else:
+        raise UserError(f"{words}\n  Nothing was trained. {remedy}")
+
+
+def _digest_data(samples: Any) -> tuple[str, str]:
+    """Digests of what differs between parts of one dataset: numbers of samples, and values. They are the same where it
+    is not known without reading samples that may be random."""
+    numbers, values = b"", b""
+    with contextlib.suppress(Exception):
+        if isinstance(samples, Subset):
+            numbers = np.asarray(list(samples.indices), np.int64).tobytes()
+        elif isinstance(samples, TensorDataset | list | tuple):
+            values = pickle.dumps([_as_plain(samples[at]) for at in (0, -1)])
+    return hashlib.blake2b(numbers).hexdigest(), hashlib.blake2b(values).hexdigest()
+
+
+def _as_plain(sample: Any) -> Any:
+    """A sample without what differs between two tensors of the same values."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().tolist(), sample)
+
+
+def changes_noted(
+    batches: Iterator[Batch], session: Session, dataset: Any, is_kept: Callable[[], bool]
+) -> Iterator[Batch]:
+    """The batches; it is reported once if the script has changed a number or a string of its dataset between two of
+    them, which no checkpoint holds. `is_kept`: whether the script keeps its dataset itself."""
+    with contextlib.closing(batches) as stream:  # type: ignore[type-var]
+        is_noted = isinstance(dataset, DataSource | StreamSource)
+        for batch in stream:
+            before = {} if is_noted else _read_fields(dataset)
+            yield batch
+            now = {} if is_noted else _read_fields(dataset)
+            changed = [name for name in before if name in now and now[name] != before[name]]
+            if changed and not is_kept():
+                is_noted, name, workers = True, changed[0], session.resolved.values.data.workers
+                blind = f"; its loader processes (data.workers = {workers}) do not see the change" if workers else ""
+                session.note_once(
+                    NOTE,
+                    f"the script has changed {type(dataset).__name__}.{name} from {before[name]!r} to {now[name]!r} "
+                    f"between two batches, which no checkpoint holds: after a resume it begins anew{blind}. To do: "
+                    'give it state_dict() and load_state_dict(), and call run.keep("data", dataset).',
+                )
+
+
+def _read_fields(dataset: Any) -> dict[str, Any]:
+    """The numbers and strings that are public in a dataset."""
+    fields = {**vars(type(dataset)), **getattr(dataset, "__dict__", {})}
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in fields.items() if type(value) in plain and not name.startswith("_")}
 
 
 # --- reports on skipped data; they have no effect

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import inspect
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -43,8 +46,9 @@ from shardway.checkpoint.state import (
     read_inline,
 )
 from shardway.errors import UserError, list_some
+from shardway.layout import needs_sharding
 from shardway.models.contract import canonical_name, held_by_rank
-from shardway.parallel.apply import ParallelModel
+from shardway.parallel.apply import ParallelModel, find_wrapper
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.mesh import DIMS, Mesh
 from shardway.parallel.precision import Precision
@@ -53,6 +57,10 @@ from shardway.runfile.schema import RunFile
 
 _MARK = "_shardway_run"
 """Attribute of a module that the run holds, and so of its copies."""
+
+
+SCALER = "grad-scaler"
+"""The name of a GradScaler that is found."""
 
 
 class _RunMark:
@@ -158,6 +166,27 @@ class Holdings:
             )
         return held
 
+    def check_unwrapped(self, given: nn.Module | None = None) -> None:
+        """Raise UserError if the script has put one of torch's wrappers around a model of the run: around what a call
+        was `given`, or (None) by sharding a model in place before the loop."""
+        if given is None:
+            plain = [each for each in self.models if not needs_sharding(each.parallel.mesh.layout)]
+            looked = [part for each in plain for part in each.parallel.module.modules()]
+            caller, remedy = "run.steps", "do not call fully_shard; to shard the model, set parallel.dp_shard"
+        else:
+            looked = [given] if self.find_model(given) is None else []
+            caller, remedy = "run.step", "give it what run.shard has returned"
+        for model in looked:
+            wrapper = find_wrapper(model)
+            if wrapper:
+                inner = getattr(model, "module", model)
+                name = type(inner if isinstance(inner, nn.Module) else model).__name__.removeprefix("FSDP")
+                raise UserError(
+                    f"{caller}: the script has put torch's {wrapper} around the {name} that run.shard has returned, "
+                    "which is parallel already: gradients would be averaged or sharded twice.\n"
+                    f"  To do: {remedy}."
+                )
+
     def find_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> HeldOptimizer:
         """The optimizer of a model in `run.step`. Raises UserError if there is none or it is ambiguous."""
         if optimizer is not None:
@@ -207,24 +236,25 @@ class Holdings:
 
     # --- what is found
 
-    def adopt(self, *, late: bool = False) -> None:
-        """Hold the schedulers and averages that the script has made without the run. Raises UserError."""
+    def adopt(self, *, late: bool = False, waiting: Sequence[str] = ()) -> None:
+        """Hold the schedulers, averages and gradient scaler that the script has made without the run. Raises
+        UserError; so it does for what is made while a state of it is `waiting` since the run was resumed."""
         try:
-            self._adopt(late=late)
+            self._adopt(late=late, waiting=waiting)
         except UserError:  # perhaps for something that nothing refers to any more
             gc.collect()
-            self._adopt(late=late)
+            self._adopt(late=late, waiting=waiting)
 
-    def _adopt(self, *, late: bool) -> None:
-        kinds = {*_with_subclasses(LRScheduler), *_with_subclasses(AveragedModel)}
-        living = [each for each in gc.get_objects() if type(each) in kinds]  # takes 50 ms, twice in a run
+    def _adopt(self, *, late: bool, waiting: Sequence[str]) -> None:
+        kinds = {kind for found in (LRScheduler, AveragedModel, GradScaler) for kind in _with_subclasses(found)}
+        living = [each for each in gc.get_objects() if type(each) in kinds]  # takes 50 ms
         for held in self.optimizers:
             own = [each for each in living if getattr(each, "optimizer", None) is held.optimizer]
             own = [each for each in own if isinstance(each, LRScheduler)]
             held_by = [value for each in own for value in vars(each).values()]
             inner = {id(part) for value in held_by for part in (value if isinstance(value, list | tuple) else [value])}
             known = inner | {id(each) for each in self.schedulers.values()}  # inner: those of a SequentialLR, say
-            self._adopt_schedulers(held, [each for each in own if id(each) not in known])
+            self._adopt_schedulers(held, [each for each in own if id(each) not in known], waiting)
         known = {id(each) for each in self.kept.objects.values()}
         averages = [each for each in living if isinstance(each, AveragedModel) and id(each) not in known]
         for model in self.models:
@@ -237,7 +267,24 @@ class Holdings:
                     'after a resume is not known.\n  To do: hand each to run.keep("a name", average).'
                 )
             for each in alike:
+                _check_not_waiting(name, self.kept.waiting if late else (), f'run.keep("{name}", average)')
                 self.keep(name, each)
+        if not any(isinstance(each, GradScaler) for each in self.kept.objects.values()):
+            self._adopt_scaler([each for each in living if isinstance(each, GradScaler)])
+
+    def _adopt_scaler(self, living: Sequence[GradScaler]) -> None:
+        able = [each for each in living if each.is_enabled()]
+        free = [each for each in able if _MARK not in vars(each)]  # of no earlier run
+        free = able if not free and len(able) == 1 and vars(able[0])[_MARK] is not self._mark else free
+        if len(free) > 1:
+            raise UserError(
+                f"the script has {len(free)} GradScalers, and which is which after a resume is not known.\n"
+                '  To do: hand each to run.keep("a name", scaler).'
+            )
+        for each in free:
+            _check_not_waiting(SCALER, self.kept.waiting, f'run.keep("{SCALER}", scaler)')
+            vars(each)[_MARK] = self._mark
+            self.keep(SCALER, each)
 
     def _is_average_of(self, average: Any, model: HeldModel, *, late: bool) -> bool:
         """Whether an average was made of a model: it has its mark, or was made of the same values before it."""
@@ -251,7 +298,7 @@ class Holdings:
         both = zip((each for _, each in pairs), (held_by_rank(each) for _, each in own), strict=True)
         return not late and all(one.device == other.device and torch.equal(one, other) for one, other in both)
 
-    def _adopt_schedulers(self, held: HeldOptimizer, found: Sequence[Any]) -> None:
+    def _adopt_schedulers(self, held: HeldOptimizer, found: Sequence[Any], waiting: Sequence[str]) -> None:
         kinds = [type(each).__name__ for each in found]
         twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
         if twice:
@@ -268,7 +315,19 @@ class Holdings:
                     "run holds, and which is which after a resume is not known.\n"
                     f'  To do: make both with run.scheduler({kind}, optimizer, ..., name="...").'
                 )
+            _check_not_waiting(f"{held.name}-{kind}", waiting, f"run.scheduler({kind}, optimizer, ...)")
             self.schedulers[f"{held.name}-{kind}"] = each
+
+
+def _check_not_waiting(name: str, waiting: Container[str], call: str) -> None:
+    """Raise UserError for what the script has made and used after a resume, while its saved state waited for it: that
+    state would undo what it has done since."""
+    if name in waiting:
+        raise UserError(
+            f"{name} was made after the run was resumed, so it has begun anew, and what the checkpoint holds of it "
+            f"still waits.\n  To do: make it before run.steps, or by {call}, which takes its state at once; then start "
+            "again."
+        )
 
 
 def check_several(held: Holdings, values: RunFile) -> None:
@@ -336,6 +395,24 @@ def average_kept_buffers(objects: Mapping[str, object], ranks: Ranks, mesh: Mesh
         average_buffers(modules[name], mesh)
 
 
+def describe_unlike(kept: KeptObjects, ranks: Ranks) -> str:
+    """What is kept on other ranks than the first or is not the same on all, of which the first rank's is saved; "" for
+    nothing. Generators are saved of every rank, and large tensors are not compared. Called on all ranks together."""
+    if ranks.world == 1:
+        return ""
+    given = ranks.gather(kept.digests())
+    lines = []
+    for name in dict.fromkeys(name for each in given for name in each):
+        has = [rank for rank, each in enumerate(given) if name in each]
+        if 0 not in has:
+            lines.append(f"{name} is kept by run.keep on rank {has[0]} and not on rank 0, so it is not saved")
+        elif len(has) < ranks.world:
+            lines.append(f"{name} is kept by run.keep on {len(has)} of {ranks.world} ranks, and resumes on these alone")
+        if 0 in has and len({given[rank][name] for rank in has}) > 1:
+            lines.append(f"{name} is not the same on all ranks, and all resume from that of rank 0, which is saved")
+    return "; ".join(lines)
+
+
 # --- what a script changes between two steps besides tensors, saved and restored: settings of parameter groups
 # (learning rate, weight decay, ...), groups that were added, its schedulers, what is frozen, which modules evaluate
 
@@ -398,16 +475,48 @@ class ScriptState(CheckpointState):
         for each in held.optimizers:
             begun = begin["optimizers"].get(each.name, [])  # none of what was made after a loop that has ended
             added = [[names.get(id(p)) for p in group["params"]] for group in each.optimizer.param_groups[len(begun) :]]
-            optimizers[each.name] = {"begin": begun, "now": now["optimizers"][each.name], "parameters": added}
+            kind, settings = type(each.optimizer).__name__, now["optimizers"][each.name]
+            optimizers[each.name] = {"begin": begun, "now": settings, "parameters": added, "kind": kind}
         schedulers = {name: self._saved["schedulers"][name] for name in self.unknown}
         for name, state in now["schedulers"].items():
-            schedulers[name] = {"begin": begin["schedulers"].get(name), "now": state}
+            kind = type(held.schedulers[name]).__name__
+            schedulers[name] = {"begin": begin["schedulers"].get(name), "now": state, "kind": kind}
         models = {
             name: {kind: [begin["models"].get(name, {}).get(kind, []), found] for kind, found in kinds.items()}
             for name, kinds in now["models"].items()
         }
         content = {"optimizers": optimizers, "schedulers": schedulers, "models": models}
         return {_value_of(self._stage): json.dumps(content)}
+
+    def describe_unlike(self, ranks: Ranks) -> str:
+        """What of a script is not the same on all ranks of a pipeline stage, which a resume takes from the first of
+        them; "" for nothing. Called on all ranks together. Raises UserError for learning rates: the weights of ranks
+        would drift apart."""
+        if ranks.world == 1:
+            return ""
+        script, optimizers = self._read_script(), self._holdings.optimizers
+        parts = {f"the settings of {name}": each for name, each in script["optimizers"].items()}
+        parts |= {f"the state of {name}": each for name, each in script["schedulers"].items()}
+        parts |= {f"what is frozen in {name}": each["frozen"] for name, each in script["models"].items()}
+        parts |= {f"train() and eval() in {name}": each["evaluating"] for name, each in script["models"].items()}
+        digests = {name: hashlib.blake2b(json.dumps(each).encode()).hexdigest() for name, each in parts.items()}
+        rates = {each.name: [_read_rate(group) for group in each.optimizer.param_groups] for each in optimizers}
+        given = ranks.gather((self._stage, rates, digests))
+        unlike: list[str] = []
+        for rank, (stage, other_rates, other_digests) in enumerate(given):
+            first = next(number for number, each in enumerate(given) if each[0] == stage)
+            _, first_rates, first_digests = given[first]
+            if other_rates != first_rates:
+                raise UserError(
+                    f"the learning rate is not the same on all ranks: {_render_rates(first_rates)} on rank {first} and "
+                    f"{_render_rates(other_rates)} on rank {rank}, so the weights of ranks drift apart.\n"
+                    '  Nothing of it is saved. To do: make schedulers, step them and set group["lr"] on every rank; '
+                    "then start again, which goes on from the last checkpoint."
+                )
+            names = first_digests.keys() | other_digests.keys()
+            unlike += sorted(name for name in names if first_digests.get(name) != other_digests.get(name))
+        listed = ", ".join(dict.fromkeys(unlike))
+        return f"{listed}: not the same on all ranks, and all resume from the first rank's" if unlike else ""
 
     def prepare(self, table: TensorTable) -> None:
         """Make groups that the run has added, and freeze what it has frozen. Raises UserError if a group cannot be made
@@ -485,34 +594,33 @@ class ScriptState(CheckpointState):
         if len(saved["begin"]) != len(begun):
             self.changes[f"{held.name}.param_groups"] = [len(saved["begin"]), len(begun)]
             return
+        kind, changes = type(held.optimizer), Changes()
         for number, (group, now) in enumerate(zip(held.optimizer.param_groups, saved["now"], strict=False)):
             if number >= len(begun):
                 _set(group, now)
                 continue
             place = f"{held.name}.param_groups[{number}]" if len(begun) > 1 else held.name
-            merged = self._merge_settings(place, saved["begin"][number], now, begun[number])
+            merged = _merge_settings(place, saved["begin"][number], now, begun[number], changes)
             if self._writes_lr:
                 merged.pop("lr", None)
             _set(group, merged)
+        if self._note_kind(held.name, saved, kind):  # with it come defaults that the script has not set
+            changes = {name: both for name, both in changes.items() if _is_set(kind, name.rpartition(".")[2], both[1])}
+        self.changes |= changes
 
-    def _merge_settings(self, place: str, before: Settings, now: Settings, today: Settings) -> Settings:
-        merged = {**today, **now}
-        for name in before.keys() & today.keys() & now.keys():
-            merged[name] = _merge(f"{place}.{name}", before[name], now[name], today[name], self.changes)
-        for name in today.keys() - before.keys():
-            if today[name] != now.get(name, today[name]):
-                merged[name] = today[name]
-        if "lr" in merged and before.get("lr") != today.get("lr") and "initial_lr" in before.keys() & today.keys():
-            # Under a scheduler whose base was changed: the rate at the same place in its schedule.
-            base, current, new = (
-                float(read_inline(each)) for each in (before["initial_lr"], now["lr"], today["initial_lr"])
-            )
-            merged["lr"] = inline(new * (current / base)) if base else merged["lr"]
-        return merged
+    def _note_kind(self, name: str, saved: Mapping[str, Any], kind: type[Any]) -> bool:
+        """Whether it was of another class when it was saved, which is a change; earlier checkpoints hold no class."""
+        if (before := saved.get("kind", kind.__name__)) == kind.__name__:
+            return False
+        self.changes[name] = [before, kind.__name__]
+        return True
 
     def _put_back_scheduler(self, name: str, scheduler: Any, saved: Mapping[str, Any]) -> None:
         before, now, today = saved["begin"], saved["now"], self._begin["schedulers"].get(name)
-        merged = now if before is None or today is None else _merge(name, before, now, today, self.changes)
+        changes = Changes()
+        merged = now if before is None or today is None else _merge(name, before, now, today, changes)
+        if not self._note_kind(name, saved, type(scheduler)):  # whose arguments are others
+            self.changes |= changes
         try:
             scheduler.load_state_dict(read_inline(merged))
         except Exception as error:
@@ -521,6 +629,15 @@ class ScriptState(CheckpointState):
                 f"{type(error).__name__}: {error}\n"
                 "  Nothing was changed in the run directory. To do: make it as it was when the run was saved."
             ) from error
+
+
+def _read_rate(group: Mapping[str, Any]) -> float:
+    rate = group.get("lr")  # an optimizer of a script's own may have none
+    return float(rate) if isinstance(rate, int | float | torch.Tensor) else 0.0
+
+
+def _render_rates(rates: Mapping[str, Sequence[float]]) -> str:
+    return ", ".join(f"{rate:g}" for each in rates.values() for rate in each)
 
 
 def _value_of(stage: int) -> str:
@@ -589,6 +706,28 @@ def _merge(place: str, before: Any, now: Any, today: Any, changes: Changes) -> A
         values = read_inline(before), read_inline(today)
         changes[place] = [each if isinstance(each, bool | int | float | str | None) else repr(each) for each in values]
     return today
+
+
+def _merge_settings(place: str, before: Settings, now: Settings, today: Settings, changes: Changes) -> Settings:
+    merged = {**today, **now}
+    for name in before.keys() & today.keys() & now.keys():
+        merged[name] = _merge(f"{place}.{name}", before[name], now[name], today[name], changes)
+    for name in today.keys() - before.keys():
+        if today[name] != now.get(name, today[name]):
+            merged[name] = today[name]
+    if "lr" in merged and before.get("lr") != today.get("lr") and "initial_lr" in before.keys() & today.keys():
+        # Under a scheduler whose base was changed: the rate at the same place in its schedule.
+        base, current, new = (
+            float(read_inline(each)) for each in (before["initial_lr"], now["lr"], today["initial_lr"])
+        )
+        merged["lr"] = inline(new * (current / base)) if base else merged["lr"]
+    return merged
+
+
+def _is_set(kind: type[Any], name: str, value: Any) -> bool:
+    """Whether an optimizer of this class has a value of a setting that is none of its defaults."""
+    argument = inspect.signature(kind).parameters.get(name.partition("[")[0])
+    return argument is not None and argument.default != value
 
 
 def _add_groups(held: HeldOptimizer, saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:

@@ -37,7 +37,7 @@ from shardway.train.damaged_data import report_all_damage, report_damage
 from shardway.train.dataloader import report_late_spans, report_skipped
 from shardway.train.engines import Engine, OpenStep, StepCall, TakenStep, lr_of
 from shardway.train.guard import Guard
-from shardway.train.held import Holdings, ScriptState, average_kept_buffers
+from shardway.train.held import Holdings, ScriptState, average_kept_buffers, describe_unlike
 from shardway.train.loop_state import (
     Counters,
     Facts,
@@ -64,6 +64,9 @@ from shardway.train.session import Session, describe_numerics, machine_facts
 from shardway.train.step import Generators, MutableParts, RngAndBufferSnapshot, StepContext
 from shardway.train.stops import StopAgreement, TrainingStream
 from shardway.train.validate import MetricLog, Validation, recall_validations, validate
+
+SEARCH_PACE = 100
+"""How many times as long as the last search for what a script has made the time to the next one is."""
 
 
 class Loop:
@@ -105,7 +108,8 @@ class Loop:
         own = self._engine.state
         self._trained: CheckpointState = held.trained() if held is not None and isinstance(own, Trained) else own
         self._state: CheckpointState = Together([self._trained, self._kept, *([data] if data is not None else [])])
-        self._finish_reason, self._finishes, self._has_adopted = "", False, False
+        self._finish_reason, self._finishes = "", False
+        self._next_search_s, self._has_saved = 0.0, False
         self._last_call: StepCall | None = None
         self._tier, local = None, None
         if plan.local is not None:
@@ -612,18 +616,20 @@ class Loop:
         self._checkpoints.save(self._save_point(last=True))
 
     def _save_point(self, *, last: bool) -> SavePoint:
-        if self._script is not None and not self._has_adopted:  # what the script has made during training
-            self._has_adopted = True
-            try:
-                self._script.holdings.adopt(late=True)
+        is_first, self._has_saved = not self._has_saved, True
+        if self._script is not None and self._ranks.ask_first(lambda: time.monotonic() >= self._next_search_s):
+            began = time.monotonic()
+            try:  # what the script has made since the last search
+                self._script.holdings.adopt(late=True, waiting=self._script.unknown)
             except UserError as error:  # an ambiguous name must not prevent a save
-                if self._ranks.is_first:
-                    logging.getLogger("shardway").warning(f"not saved: {error}")
+                self._session.note_once("kept_unlike", f"not saved: {error}")
+            self._next_search_s = time.monotonic() + SEARCH_PACE * (time.monotonic() - began)
         for parallel in self._parallels:
             average_buffers(parallel.module, self._session.mesh)
         if self._script is not None:
             self._metrics.flush()
             average_kept_buffers(self._script.holdings.kept.objects, self._ranks, self._session.mesh)
+            self._note_unlike(is_first=is_first)
         step, plan = self.counters.step, self._plan
         numbers = {**self.counters.as_numbers(), "data": plan.data_fingerprint, **self._guard.as_numbers()}
         if plan.blend is not None:
@@ -650,6 +656,15 @@ class Loop:
             best=best,
             ranking=self._monitoring.ranking,
         )
+
+    def _note_unlike(self, *, is_first: bool) -> None:
+        """Report once what ranks of a script have not alike, before it is saved. Raises UserError for what lets their
+        weights drift apart."""
+        if self._script is None:
+            return
+        found = [describe_unlike(self._script.holdings.kept, self._ranks)] if is_first else []
+        for unlike in filter(None, (*found, self._script.describe_unlike(self._ranks))):
+            self._session.note_once("kept_unlike", f"{unlike}. To do: let every rank do the same.")
 
     def _agree_on_reason(self) -> str:
         """Why the script has finished the run, in the words of the first rank that did."""

@@ -26,7 +26,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,9 +40,10 @@ from torch import nn
 from shardway.checkpoint.catalog import find_tie
 from shardway.checkpoint.state import KeptObjects
 from shardway.checkpoint.writer import check_savable
+from shardway.data.loader import Batch
 from shardway.data.open import Data, open_resolved
 from shardway.data.sources.base import ConcatSource, DataSource
-from shardway.errors import JobError, UserError
+from shardway.errors import JobError, UserError, in_words_of_scripts
 from shardway.models.build import build_model
 from shardway.models.contract import find_base
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
@@ -60,7 +61,9 @@ from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.dataloader import (
     Loader,
     LoaderArguments,
+    changes_noted,
     check_length,
+    check_same_data,
     find_data_state,
     make_loader,
     take_validation,
@@ -94,7 +97,7 @@ class LiveRun:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._held = Holdings(KeptObjects(session.ranks.device, leads=session.ranks.is_first))
+        self._held = Holdings(KeptObjects(session.ranks.device, session.ranks.rank))
         self._loop: Loop | None = None
         self._engines: dict[int, Engine] = {}
         self._by_hand: GradientsByHand | None = None
@@ -202,10 +205,12 @@ class LiveRun:
         return scheduler
 
     def keep(self, name: str, thing: T) -> T:
-        """Save and resume an object that has `state_dict()` and `load_state_dict(state)`; returns it.
+        """Save and resume an object that has `state_dict()` and `load_state_dict(state)`, or a generator of random
+        numbers (torch's, numpy's, Python's); returns it.
 
         The state may be nested dicts, lists and tuples of tensors, numbers, strings and None. What all ranks have alike
-        is saved once, as rank 0 has it. Raises UserError where a checkpoint cannot hold the state.
+        is saved once, as rank 0 has it; of a generator each rank's. Raises UserError where a checkpoint cannot hold the
+        state.
         """
         self._held.keep(name, thing)
         return thing
@@ -269,6 +274,17 @@ class LiveRun:
         dataset's is what torch's default_collate makes of its samples.
         """
         self._check_open("run.steps")
+        with in_words_of_scripts() if self._opened is not None else contextlib.nullcontext():
+            loop = self._make_loop(loader, length, validation, on_step)
+        return loop.batches() if self._opened is None else _of_script(loop.batches())
+
+    def _make_loop(
+        self,
+        loader: Loader,
+        length: str | int | None,
+        validation: Validation | None,
+        on_step: Callable[[int, dict[str, Any]], None] | None,
+    ) -> Loop:
         session, held = self._session, self._held
         if not isinstance(loader, Loader):
             raise UserError(
@@ -299,10 +315,19 @@ class LiveRun:
         if not held.models or not held.optimizers:
             missing = "run.optimizer(...)" if held.models else "run.shard(model)"
             raise UserError(f"run.steps needs what is to be resumed and saved: call {missing} before it.")
+        held.check_unwrapped()
+        if session.own_model:
+            check_same_data(session, loader)
         check_several(held, self.resolved.values)
         self._engines = {id(each.optimizer): self._make_engine(each) for each in held.optimizers}
         self._probes_loss = own = session.own_model
         self._by_hand = GradientsByHand(session, held, self._engines) if own else None
+
+        def batches_from(position: int, skips: Sequence[Sequence[int]]) -> Iterator[Batch]:
+            batches = training_batches(session, loader, state, position, skips)
+            kept = held.kept.objects.values()
+            return changes_noted(batches, session, loader.samples, lambda: any(loader.samples is each for each in kept))
+
         state = find_data_state(session, loader, lambda: self._loop.counters.position if self._loop is not None else 0)
         self._loop = Loop(
             session,
@@ -316,7 +341,7 @@ class LiveRun:
                 find_base(held.models[0].parallel.module),
             ),
             list(self._engines.values()),
-            partial(training_batches, session, loader, state),
+            batches_from,
             validation=validation,
             on_step=on_step,
             held=held if own else None,
@@ -324,7 +349,7 @@ class LiveRun:
             data=state,
             reading_draws=own or not isinstance(loader.samples, DataSource),  # ours draw nothing
         )
-        return self._loop.batches()
+        return self._loop
 
     def step(
         self,
@@ -345,6 +370,7 @@ class LiveRun:
         self._check_open("run.step")
         if self._loop is None:
             raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
+        self._held.check_unwrapped(model)
         held = self._held.find_optimizer(model, optimizer)
         # The loss is named after the model, or after the optimizer where the model has several.
         alone = sum(each.model is held.model for each in self._held.optimizers) == 1
@@ -437,8 +463,17 @@ class LiveRun:
         return self._opened.close(kind, error, trace) if self._opened is not None else None
 
     def leave(self) -> None:
-        """A loop that the script left early is saved and said to be stopped."""
+        """A loop that the script left early is saved and said to be stopped. Raises UserError if it cannot be, since
+        the script has destroyed torch's process group."""
         if self._loop is not None:
+            ends = self._loop.has_begun and not self._loop.has_ended
+            if ends and self._session.ranks.world > 1 and not torch.distributed.is_initialized():
+                raise UserError(
+                    "the script has left its loop early, and torch's process group was destroyed before the end of the "
+                    "run, so nothing since the last checkpoint is saved.\n"
+                    "  To do: call run.close() before torch.distributed.destroy_process_group(), or leave that call "
+                    "out: the end of the run makes it."
+                )
             self._loop.leave()
             if self._display is not None and self._loop.has_begun:
                 self._display.end()
@@ -516,6 +551,11 @@ class LiveRun:
         return ENGINES[train.engine].make(parts)
 
 
+def _of_script(batches: Iterator[Any]) -> Iterator[Any]:
+    with in_words_of_scripts():
+        yield from batches
+
+
 def start(*words: str | Path | None, directory: str | Path | None = None, fresh: bool = False) -> LiveRun:
     """Join whatever started this process (nothing, torchrun, srun, mpirun, PBS) and open the run directory.
 
@@ -534,7 +574,8 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
     request = replace(request, overrides=(*request.overrides, *read_keys_variable(os.environ)))
     place = Path(directory) if directory is not None else None
     own = replace(request, directory=place, fresh=fresh, own_model=True, started_in=Path.cwd())
-    opened = OpenedRun(open_run(own))
+    with in_words_of_scripts():
+        opened = OpenedRun(open_run(own))
     opened.run._opened, opened.run._display = opened, open_display(opened.run.session)
     return opened.run
 
@@ -593,7 +634,8 @@ class OpenedRun(Generic[T]):
             closes.remove(self.close)
         context, self._context = self._context, None
         del self.run  # what is registered for the end of the process must not keep a model until then
-        handled = bool(context.__exit__(kind, error, trace))
+        with in_words_of_scripts():
+            handled = bool(context.__exit__(kind, error, trace))
         if error is None:
             restore_hook()
         return handled

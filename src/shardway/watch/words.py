@@ -473,7 +473,9 @@ _KINDS: Mapping[str, tuple[Words, Severity, StepLabel]] = {
     "tracker_failed": (lambda event: f"the tracker {text(event, 'tracker')} {_reason()(event)}", _WARNING, _RUN),
     "fault": (_render_fault, Severity.ERROR, _NONE),
     **dict.fromkeys(("data_skipped", "skip_too_late", "loss_depends_on_cut"), (_reason(), _WARNING, _RUN)),
-    **dict.fromkeys(("gradients_by_hand", "data_order_noted", "data_split_by_rank"), (_reason(), _WARNING, _RUN)),
+    **dict.fromkeys(
+        ("gradients_by_hand", "data_order_noted", "data_split_by_rank", "kept_unlike"), (_reason(), _WARNING, _RUN)
+    ),
     **dict.fromkeys(GUARDED, (render_guarded, _WARNING, StepLabel.EVENT)),
 }
 
