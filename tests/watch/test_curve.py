@@ -62,8 +62,14 @@ def test_smooth_does_not_lag_behind_a_straight_line(count: int, half_window: int
 
 def test_smooth_means_over_the_window_and_skips_nan() -> None:
     means = smooth(_series([0.0, 3.0, math.nan, 6.0, 0.0]), 1)
-    assert (means.step.tolist(), means.value.tolist()) == ([1, 2, 4, 5], [0.0, 3.0, 3.0, 0.0])
+    assert (means.step.tolist(), means.value.tolist()) == ([1, 2, 4, 5], [0.0, 3.0, 3.0, 1.5])
     assert means.time.tolist() == [10.0, 20.0, 40.0, 50.0]
+
+
+def test_the_end_of_a_smooth_curve_is_not_one_step() -> None:
+    means = smooth(_series([100.0, 120.0] * 20 + [10.0]), 6)
+    assert 80 < means.value[-1] < 110
+    assert smooth(_series([5.0, 7.0]), 6).value.tolist() == [5.0, 7.0]
 
 
 @given(st.integers(0, 2000), st.integers(1, 40))

@@ -235,15 +235,26 @@ def _choose(values: Any, limit: int) -> list[int]:
 
 
 def smooth(series: StepSeries, half_window: int) -> StepSeries:
-    """At each finite value the mean of it and of `half_window` finite ones on either side. Near the ends both sides
-    shrink equally, so that the mean does not lag behind a slope. Values that are not finite are left out."""
+    """At each finite value the mean of it and of `half_window` finite ones on either side. Near the beginning both
+    sides shrink equally, so that the mean does not lag behind a slope; the end is the straight line through the last
+    window, so that the newest value, which is read most, is not that of one step. Values that are not finite are left
+    out."""
     np = find_arrays()
 
     finite = series.select(np.isfinite(series.value))
     sums = np.concatenate([[0.0], np.cumsum(finite.value)])
     at = np.arange(len(finite))
     reach = np.minimum(half_window, np.minimum(at, at[::-1]))
-    return StepSeries(finite.step, (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1), finite.time)
+    means = (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
+    last = finite.value[-(2 * half_window + 1) :].tolist()
+    ends = min(half_window, len(last) // 2)
+    if ends and len(last) > 2:
+        middle, mean = (len(last) - 1) / 2, math.fsum(last) / len(last)
+        squares = math.fsum((place - middle) ** 2 for place in range(len(last)))
+        slope = math.fsum((place - middle) * value for place, value in enumerate(last)) / squares
+        line = [mean + slope * (place - middle) for place in range(len(last) - ends, len(last))]
+        means = np.concatenate([means[: len(finite) - ends], line])
+    return StepSeries(finite.step, means, finite.time)
 
 
 def place_points(curve: Curve, axis: TimeAxis) -> list[float]:

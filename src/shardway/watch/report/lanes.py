@@ -147,7 +147,9 @@ def render_curves(figure: Figure, axis: TimeAxis, marks: Sequence[Mark], *, over
     for curve in figure.curves:
         last = next((point.value for point in reversed(curve.points) if math.isfinite(point.value)), None)
         if last is not None and not curve.faint:
-            ends.append(f'<b style="border-bottom:3px solid var(--{curve.colour})">{escape(render_value(last))}</b>')
+            # "12,345" would be cut on a phone
+            value = render_count(last) if 1e4 <= abs(last) < 1e5 else render_value(last)
+            ends.append(f'<b style="border-bottom:3px solid var(--{curve.colour})">{escape(value)}</b>')
     named = len(figure.curves) > 1 or figure.curves[0].name not in (figure.title.lower(), figure.unit, "train")
     key = "".join(
         f'<li><i style="background:var(--{curve.colour});opacity:{0.45 if curve.faint else 1}"></i>'

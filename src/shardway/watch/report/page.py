@@ -319,9 +319,12 @@ def _attempts(content: ReportContent) -> str:
     rows = []
     counts = accumulate(int(not attempt.again) for attempt in progress.attempts)
     goes_on = [attempt.again for attempt in progress.attempts][1:] + [False] * bool(progress.attempts)
+    is_alive = content.summary.state == "running"
     for count, attempt, restarted in zip(counts, progress.attempts, goes_on, strict=True):
         start, ending = attempt.start, attempt.ending
-        end = f"{ending.state}: {ending.reason}" if ending and ending.reason else ending.state if ending else "open"
+        end = f"{ending.state}: {ending.reason}" if ending and ending.reason else ending.state if ending else ""
+        if not ending:
+            end = "goes on" if is_alive and attempt is progress.attempts[-1] else "no end was recorded (killed?)"
         if restarted and (event := next(restarts, None)) is not None:
             end = f"restarted: {event.get('reason', '')}"
         machine = (start.launcher, start.device, start.host, start.torch, start.python)
@@ -532,7 +535,9 @@ def _settings(content: ReportContent) -> str:
     if not settings.chosen and not settings.defaults:
         return ""
     count = sum(map(len, settings.defaults.values()))
-    folded = f"<details><summary>{count} keys at their defaults</summary>{_sections(settings.defaults)}</details>"
+    folded = (
+        f"<details><summary>{render_plural(count, 'key')} at default</summary>{_sections(settings.defaults)}</details>"
+    )
     return f"{title}{_sections(settings.chosen)}{folded if count else ''}"
 
 
