@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pwd
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -246,3 +248,18 @@ def test_a_verb_speaks_utf8_before_it_reads_its_words(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["shardway", "train"])
     main.main()
     assert called == ["ensure_utf8_mode", "print_anything", "verb"]
+
+
+HINT = re.compile(
+    r"(?:shardway [a-z]+(?: [a-z]+)??|touch)(?: --?[a-z]+)* "
+    r"\{([^{}]*\b(?:run|folder|directory|reference|where)\b[^{}]*)\}"
+)
+
+
+def test_a_command_that_a_message_names_can_be_copied(shardway: Shardway) -> None:
+    """A place in it is quoted, for its spaces."""
+    ended = shardway("init", "my own.toml")
+    (command,) = re.findall("`(.*)`", ended.out)
+    assert shlex.split(command) == ["shardway", "train", "my own.toml"]
+    files = Path(main.__file__).parents[1].rglob("*.py")
+    assert [found for file in files for found in HINT.findall(file.read_text()) if "quote" not in found] == []

@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -451,7 +452,7 @@ def explain_end(job: FunctionJob, status: JobStatus) -> JobError:
     if why is not None and why.code != "completed" and why.sentence.rstrip(".") != reason.rstrip("."):
         sentences.append(why.sentence)
     remedies = [why.remedy] if why is not None and why.code != "completed" and why.remedy else []
-    remedies.append(f"`shardway logs {job.reference}` has what it printed")
+    remedies.append(f"`shardway logs {shlex.quote(job.reference)}` has what it printed")
     text = " ".join(f"{sentence.rstrip('.')}." for sentence in sentences)
     return JobError(f"{text}\n  To do: {'; '.join(remedies)}.")
 

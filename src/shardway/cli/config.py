@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -251,4 +252,4 @@ def init(
         raise UserError(f"{path} cannot be written: {error.strerror}.\n  To do: {remedy}.") from None
     if not is_new:
         raise UserError(f"{path} exists and is left as it is.\n  To do: name another file, or move it away.")
-    typer.echo(f"wrote {path}; train it with `shardway train {path}`")
+    typer.echo(f"wrote {path}; train it with `shardway train {shlex.quote(str(path))}`")

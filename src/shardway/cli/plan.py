@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -183,7 +184,7 @@ def _warn_of_uncached(loaded: LoadedRunFile, run_file: str, on: str | None) -> N
     except UserError:
         return  # --on names a machine without a profile
     if what := describe_uncached(loaded, profile):
-        typer.echo(legible(f"{what}; before the job: `shardway prefetch {run_file}`"), err=True)
+        typer.echo(legible(f"{what}; before the job: `shardway prefetch {shlex.quote(str(run_file))}`"), err=True)
 
 
 def _emit(result: PlanResult, library: str, folder: Path | None) -> str:

@@ -123,11 +123,11 @@ def exec(
     from shardway.launch.hosts import find_host
     from shardway.launch.interactive import ExecTarget, plan_exec
     from shardway.launch.runs.find import find_known
-    from shardway.launch.script import quote_all
+    from shardway.launch.script import quote, quote_all
 
     command = read_program_words(ctx)
     if not command:
-        raise UserError(f"no command is named.\n  To do: name it behind `--`: shardway exec {run} -- nvidia-smi")
+        raise UserError(f"no command is named.\n  To do: name it behind `--`: shardway exec {quote(run)} -- nvidia-smi")
     given = {"--node": bool(node), "--rank": rank is not None, "--all": every}
     if len(twice := [name for name, value in given.items() if value]) > 1:
         raise UserError(f"{' and '.join(twice)} both say where.\n  To do: leave one of them out.")

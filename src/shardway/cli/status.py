@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -553,7 +554,9 @@ def _hardware_lines(each: _ShownRun) -> list[str]:
         lines.append(f"  advice      {one_line(piece.evidence)}")
         lines.append(f"              to do: {one_line(piece.do)}")
     more = len(advice) - _MOST_ADVICE
-    return [*lines, f"              and {more} more: shardway report {each.known.run}"] if more > 0 else lines
+    return (
+        [*lines, f"              and {more} more: shardway report {shlex.quote(each.known.run)}"] if more > 0 else lines
+    )
 
 
 _MOST_NAMED = 4
@@ -709,7 +712,9 @@ class _SweepTable:
             lines.append(f"best  {best.name} ({values}): {reached}")
         unfinished = [each for each in self.runs.values() if not each.is_active and each.state != "finished"]
         if unfinished:
-            lines.append(f"to do: shardway resume {self.sweep.folder} ({len(unfinished)} are not finished)")
+            lines.append(
+                f"to do: shardway resume {shlex.quote(str(self.sweep.folder))} ({len(unfinished)} are not finished)"
+            )
         return lines
 
     def as_json(self, facts: Sequence[Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -362,12 +363,12 @@ def _carry_out(
     if serving is not None:
         typer.echo(f"model          {serving.path}, tensor parallel {serving.tp}")
         typer.echo(f"reached by     {_describe_reach(serving)}")
-    typer.echo(f"to watch       shardway status {reference}   shardway logs -f {reference}")
+    typer.echo(f"to watch       shardway status {shlex.quote(reference)}   shardway logs -f {shlex.quote(reference)}")
     if serving is not None and wait_s:
         for label, text in _wait_for_server(sent, host, wait_s).list_lines():
             typer.echo(f"{label:<15}{text}")
     if serving is not None:
-        typer.echo(f"to end it      shardway stop {reference}")
+        typer.echo(f"to end it      shardway stop {shlex.quote(reference)}")
 
 
 def _list_costs(prepared: Sequence[Prepared]) -> list[RunCost]:
@@ -405,16 +406,19 @@ def _wait_for_server(sent: SentSubmission, host: Host, wait_s: float) -> ServerA
             return ServerAccess(state, host.name, find_scheduler(job.scheduler).this_machine)
         if state is not None and state.state == "ended":
             said = "".join(f"\n    {line}" for line in state.lines[-5:])
-            raise JobError(f"{state.reason}{said}\n  To do: shardway logs {sent.reference}")
+            raise JobError(f"{state.reason}{said}\n  To do: shardway logs {shlex.quote(sent.reference)}")
         ledger = read_ledger(host, job.run)
         if state is None and ledger.last is not None and ledger.last.result is not None:
-            raise JobError(f"the job has ended: {ledger.last.result.reason}\n  To do: shardway logs {sent.reference}")
+            raise JobError(
+                f"the job has ended: {ledger.last.result.reason}\n  To do: shardway logs {shlex.quote(sent.reference)}"
+            )
         if time.monotonic() >= until:
             standings = read_standings(host, [ledger])[0]
             where = f"the server is {state.state}" if state else f"its job is {standings[-1].word}"
+            name = shlex.quote(sent.reference)
             raise JobError(
                 f"the server is not ready after {wait_s:g} s: {where}.\n"
-                f"  It goes on. To do: shardway status {sent.reference}, or shardway stop {sent.reference}"
+                f"  It goes on. To do: shardway status {name}, or shardway stop {name}"
             )
         time.sleep(pause_s)
 
@@ -503,7 +507,8 @@ def stop(
     for line in lines or [f"{run} has no job that waits or runs"]:
         typer.echo(line)
     for each in waiting:
-        typer.echo(f"still listed, for when the run is finished: {each.run} (`shardway stop {each.run}` takes it out)")
+        name = shlex.quote(str(each.run))
+        typer.echo(f"still listed, for when the run is finished: {each.run} (`shardway stop {name}` takes it out)")
     for number, state in states.items():
         typer.echo(f"attempt {number}: {state}")
 

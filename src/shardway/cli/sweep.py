@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -198,7 +199,9 @@ def _carry_out(
     if not requests:
         begun = [each for each in members if not (each.is_active or each.is_finished)]
         remedy = (
-            f"`shardway resume {folder}` goes on with those that are not finished" if begun else "nothing is left to do"
+            f"`shardway resume {shlex.quote(str(folder))}` goes on with those that are not finished"
+            if begun
+            else "nothing is left to do"
         )
         raise UserError(
             f"{folder}: all {len(record.members)} runs of this sweep were submitted before "

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -92,7 +93,7 @@ def run_study(
         ]
         print_json({"sweep": str(folder), "metric": str(monitor), "best": name, "members": members})
         return
-    typer.echo(f"finished       {len(record.members)} runs in {folder}; shardway status {folder}")
+    typer.echo(f"finished       {len(record.members)} runs in {folder}; shardway status {shlex.quote(str(folder))}")
     member = record.find_member(name) if name is not None else None
     if member is not None:
         words = " ".join(f"{key}={text}" for key, text in member.values.items())

@@ -296,7 +296,7 @@ def submit_then(
         name = leader.reference
         done = f"{name} was submitted as job {leader.job}; what follows it was not."
         raise type(error)(
-            f"{error}\n  {done} To do: add it with `shardway submit --after {leader.reference}`."
+            f"{error}\n  {done} To do: add it with `shardway submit --after {shlex.quote(leader.reference)}`."
         ) from None
 
 

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,7 +79,8 @@ def _make_finder(words: Sequence[str]) -> Callable[[], Sequence[Path]]:
         if known.host:
             raise UserError(
                 f"{word} is on another host, {known.host}, and its files are not here.\n"
-                f"  To do: run `shardway top` there (`ssh -t {known.host} shardway top`), or `shardway status {word}`."
+                f"  To do: run `shardway top` there (`ssh -t {known.host} shardway top`), or "
+                f"`shardway status {shlex.quote(word)}`."
             )
         named.append(Path(known.run))
 

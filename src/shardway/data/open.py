@@ -7,6 +7,7 @@ done once (all at once is safe, but each would do it). This module must not impo
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -279,7 +280,7 @@ def _check_shape(train: DataSource | StreamSource, validation: DataSource | Stre
 
 def _open(opener: Callable[[DataPath, DataRequest], T], place: DataPath, asked: DataRequest) -> T:
     if "://" in place.text:
-        remedy = f"copy it to this machine first: `shardway data prepare {place.text} OUT`"
+        remedy = f"copy it to this machine first: `shardway data prepare {shlex.quote(place.text)} OUT`"
         raise place.error("is an address, and a run reads files", remedy=remedy)
     try:
         return opener(place, asked)

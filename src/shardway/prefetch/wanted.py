@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -80,7 +81,7 @@ def list_wanted(loaded: LoadedRunFile, profile: SiteProfile) -> WantedThings:
     paths = [part.path for part in values.data.blend] or [values.data.path]
     for path in (*paths, values.data.validation):
         if "://" in path:
-            notes.append(f"{path} is an address: `shardway data prepare {path} FOLDER` brings it here")
+            notes.append(f"{path} is an address: `shardway data prepare {shlex.quote(path)} FOLDER` brings it here")
     image = values.site.image
     if "://" in image:
         on = f" --on {profile.name}" if profile.name != "laptop" else ""

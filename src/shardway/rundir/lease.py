@@ -32,6 +32,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import socket
 import stat
 import threading
@@ -745,7 +746,7 @@ def render_held(where: str, holder: str) -> str:
     return (
         f"another run is training into {where}: {holder}.\n"
         "  Two writers would destroy each other's checkpoints, so this one stops before it wrote anything.\n"
-        f"  To do: wait for it, stop it gracefully with `touch {where}/stop`, or give this run another "
+        f"  To do: wait for it, stop it gracefully with `touch {shlex.quote(where)}/stop`, or give this run another "
         "directory with --dir."
     )
 

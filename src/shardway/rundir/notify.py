@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -112,7 +113,7 @@ def render_message(run: RunDir, kind: str, state: str, reason: str) -> RunMessag
         *([f"loss       {loss:.4f}"] if isinstance(loss, float) else []),
         f"directory  {path}",
         f"host       {socket.gethostname()}",
-        f"look       shardway status {path}",
+        f"look       shardway status {shlex.quote(str(path))}",
     ]
     return RunMessage(f"run {run.path.name} {_WORDS[kind] or state} at {place}", "\n".join(lines))
 

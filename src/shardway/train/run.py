@@ -677,7 +677,7 @@ class ScriptDisplay:
                 str(self._directory.path),
                 state,
                 reason,
-                report=f"shardway report {self._directory.path}",
+                report=f"shardway report {shlex.quote(str(self._directory.path))}",
                 nothing_done=state == "finished" and self._lines is None,
                 status=status,
                 by_hand=ATTEMPT not in os.environ,

@@ -7,6 +7,7 @@ folded when its event came. This module does not print; the owner of the termina
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 import time
 from collections import deque
@@ -195,7 +196,7 @@ class LiveView:
         unused = len(use.gpus) - use.used
         self._hardware = [(words, "")]
         if unused:
-            self._hardware.append((f"  {unused} not used: shardway status {self._directory}", "yellow"))
+            self._hardware.append((f"  {unused} not used: shardway status {shlex.quote(self._directory)}", "yellow"))
 
     def show_advice(self, advice: Sequence[Advice]) -> None:
         """From now on show the first of these, or none."""

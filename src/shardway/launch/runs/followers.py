@@ -18,6 +18,7 @@ nothing. The follower's script looks at the run when it starts (`check_followed`
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -140,7 +141,8 @@ def find_place(host: Host, job: Job) -> PlaceInRow:
     if last is None:
         raise UserError(
             f"{run} was trained by hand and is not finished, so no job of it could submit what follows.\n"
-            f"  To do: `shardway resume {run}` makes it a job; or submit this one when it is finished."
+            f"  To do: `shardway resume {shlex.quote(str(run))}` makes it a job; or submit this one when it is "
+            "finished."
         )
     if last.submission is not None and last.submission.scheduler != job.scheduler:
         raise UserError(
@@ -152,7 +154,7 @@ def find_place(host: Host, job: Job) -> PlaceInRow:
         if not active:
             raise UserError(
                 f"jobs of {job.site} may not submit jobs, and {run} has none that waits or runs.\n"
-                f"  To do: `shardway resume {run}` first, then submit this one behind it."
+                f"  To do: `shardway resume {shlex.quote(str(run))}` first, then submit this one behind it."
             )
         return PlaceInRow(after=active[-1].entry.job)
     library = PurePosixPath(last.attempt.job_library)
@@ -195,7 +197,7 @@ def explain_waiting(host: Host, ledger: Ledger) -> tuple[str, str]:
     if run is None or last is None:
         return "", ""
     token = last.submission.token if last.submission is not None else ""
-    entry, again = _entry_path(run, last.attempt, token), f"shardway resume {ledger.run.path}"
+    entry, again = _entry_path(run, last.attempt, token), f"shardway resume {shlex.quote(str(ledger.run.path))}"
     young = ("find", str(last.attempt.handover), "-maxdepth", "0", "-mmin", f"-{round(HANDOVER_S / 60)}")
     claimed, recent = host.run_many([("test", "-d", str(last.attempt.handover)), young])
     if claimed.ok:
@@ -211,7 +213,7 @@ def explain_waiting(host: Host, ledger: Ledger) -> tuple[str, str]:
     if not any(standing.is_active for standing in standings) and find_followed(followed) is None:
         ended = next((each.result for each in reversed(standings) if each.result is not None), None)
         how = f": {ended.state}, {ended.reason}" if ended is not None else ""
-        return f"waits for {run}, which has no job now{how} (shardway resume {run})", ""
+        return f"waits for {run}, which has no job now{how} (shardway resume {shlex.quote(str(run))})", ""
     return f"waits for {run}", ""
 
 
@@ -224,7 +226,8 @@ def check_not_waiting(host: Host, ledger: Ledger) -> None:
     if not remedy:
         raise UserError(
             f"attempt {last.number} of {ledger.run.path} is prepared already: {why}.\n"
-            f"  Nothing was submitted. To do: let it wait, or take it out with `shardway stop {ledger.run.path}`."
+            "  Nothing was submitted. To do: let it wait, or take it out with "
+            f"`shardway stop {shlex.quote(str(ledger.run.path))}`."
         )
 
 

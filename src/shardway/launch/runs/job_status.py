@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -350,7 +351,7 @@ def check_free_for_job(host: Host, ledger: Ledger, tell: Callable[[str], None]) 
         raise UserError(
             f"{run.path} is trained by hand now, by {writer}.\n"
             "  A job would find it taken when it starts. To do: let it come to its end, or end it first with "
-            f"`shardway stop {run.path} --wait 600`."
+            f"`shardway stop {shlex.quote(str(run.path))} --wait 600`."
         ) from error
 
 
@@ -369,7 +370,7 @@ def _refuse_for_jobs(run: Path, active: str) -> UserError:
     return UserError(
         f"{run} has {active}.\n"
         "  Two at one run would be in each other's way. To do: let it go on (`shardway status` shows it), or end it "
-        f"first with `shardway stop {run}`."
+        f"first with `shardway stop {shlex.quote(str(run))}`."
     )
 
 

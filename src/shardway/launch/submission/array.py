@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -192,7 +193,8 @@ class ArraySubmission:
         if not active:
             raise UserError(
                 f"{job.follows} is not finished and has no job that waits or runs, so nothing can follow it.\n"
-                f"  To do: `shardway resume {job.follows}` first, or submit these runs when it is finished."
+                f"  To do: `shardway resume {shlex.quote(str(job.follows))}` first, or submit these runs when it is "
+                "finished."
             )
         text = self.host.read_files([PurePosixPath(active[-1].entry.attempt.job_script)])
         if any(re.search(r"^ *queue_next\b", script, re.MULTILINE) for script in text.values()):

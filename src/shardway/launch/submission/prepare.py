@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -568,7 +569,8 @@ def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
         request = _parse_order(texts[PurePosixPath(last.order_path)], run, run_file)
         if request is None:
             raise UserError(
-                f"{last.order_path} is damaged.\n  To do: submit the run with `shardway submit --dir {run}`."
+                f"{last.order_path} is damaged.\n"
+                f"  To do: submit the run with `shardway submit --dir {shlex.quote(str(run))}`."
             )
         if (called := texts.get(PurePosixPath(last.call_path))) is not None:
             from shardway.launch.calls.packing import parse_call
@@ -599,6 +601,7 @@ def _request_by_hand(run: RunDir) -> SubmitRequest:
     if not words[0].endswith(".py") or not Path(words[0]).is_file():
         raise UserError(
             f"{run.path} was trained by hand by a script ({words[0] or 'which is not recorded'}), which is not here.\n"
-            f"  To do: run this where the script is, or `shardway submit --dir {run.path} -- python SCRIPT ...`."
+            "  To do: run this where the script is, or "
+            f"`shardway submit --dir {shlex.quote(str(run.path))} -- python SCRIPT ...`."
         )
     return SubmitRequest(ResolveRequest(None, (), run.path), command=("python", *words))

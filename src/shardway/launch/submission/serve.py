@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
@@ -148,7 +149,8 @@ def _find_checkpoint(found: Serving, place: Path, host: Host, python: str, *, in
     own = not re.search(r'^hf = "[^"]', recorded.out, re.MULTILINE)
     found.export = (*export, *merge, *(("--tokenizer",) if own else ()))
     if in_image:
-        remedy = f"`shardway checkpoint export {run} {folder} --step {step}`, then submit this again"
+        words = shlex.join(("shardway", "checkpoint", "export", str(run), str(folder), "--step", str(step)))
+        remedy = f"`{words}`, then submit this again"
         found.add(f"{run} is a run, and the job would have to export it in a container", remedy=remedy)
     return True
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -195,7 +196,7 @@ def merge_sweeps(known: SweepRecord | None, wanted: SweepRecord, folder: Path) -
         raise UserError(
             f"{folder} holds another sweep: {why}.\n"
             "  Nothing was submitted. To do: name this one (run.name=NAME, --dir FOLDER); "
-            f"`shardway status {folder}` shows that one."
+            f"`shardway status {shlex.quote(str(folder))}` shows that one."
         )
     members = wanted.members if len(wanted.members) > len(known.members) else known.members
     return replace(
