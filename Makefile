@@ -84,11 +84,12 @@ bench-planner: $(READY)
 	$(BIN)/python bench/planner/predict.py "$(ROWS)" "$$found" && \
 	$(BIN)/python bench/planner/score.py "$(ROWS)" "$$found"
 
+# pip compiles one file after another; here all cores do, beside the second package. Some files of packages are of no Python.
 $(READY): pyproject.toml constraints.txt tools/make_venv.sh
 	tools/make_venv.sh $(PYTHON) $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-	    -c constraints.txt deepspeed
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@tools/side_by_side.sh 'DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --no-build-isolation -c constraints.txt deepspeed' '$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true'
 	@touch $@
 
 clean:
