@@ -494,7 +494,7 @@ class ScriptState(CheckpointState):
         would drift apart."""
         if ranks.world == 1:
             return ""
-        script, optimizers = self._read_script(), self._holdings.optimizers
+        script, optimizers = self._read_script(), self.holdings.optimizers
         parts = {f"the settings of {name}": each for name, each in script["optimizers"].items()}
         parts |= {f"the state of {name}": each for name, each in script["schedulers"].items()}
         parts |= {f"what is frozen in {name}": each["frozen"] for name, each in script["models"].items()}
