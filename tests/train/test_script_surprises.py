@@ -3,6 +3,7 @@ optimizers of their own."""
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import re
@@ -453,7 +454,7 @@ def test_what_one_rank_alone_keeps_is_named(rank: int, tmp_path: Path) -> None:
         for batch in run.steps(run.loader(Noisy(), batch_size=4), 2):
             run.step(model, batch, F.mse_loss)
     if rank == 0:
-        (event,) = read_named(tmp_path, "kept_unlike")
+        (event,) = read_named(tmp_path, "script_noted")
         assert event["reason"].split(". ")[0] == (
             "unlike is not the same on all ranks, and all resume from that of rank 0, which is saved; "
             "of-0 is kept by run.keep on 1 of 2 ranks, and resumes on these alone; "
@@ -497,7 +498,7 @@ def test_a_mode_of_one_rank_alone_is_named(rank: int, tmp_path: Path) -> None:
             if rank == 0:
                 model.eval()
     if rank == 0:
-        (event,) = read_named(tmp_path, "kept_unlike")
+        (event,) = read_named(tmp_path, "script_noted")
         assert event["reason"].startswith("train() and eval() in model: not the same on all ranks")
 
 
@@ -547,8 +548,29 @@ def test_an_average_that_is_made_late(
                         average.update_parameters(model)
             counts.append(int(average.n_averaged))
     assert counts == ([4, 2, 4] if keeps else [4, 2, 2])
-    notes = [event["reason"] for event in read_named(tmp_path / "parted", "kept_unlike")]
+    notes = [event["reason"] for event in read_named(tmp_path / "parted", "script_noted")]
     assert keeps or "average-model was made after the run was resumed" in notes[0]
+
+
+def test_what_a_script_changes_and_no_checkpoint_holds_is_named(
+    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SEARCH_PACE", 0)
+    with open_tiny(tmp_path, lone_rank(), base=SAVED) as run:
+        model = run.shard(nn.Sequential(nn.Dropout(0.1), nn.Linear(4, 1)))
+        run.optimizer(torch.optim.SGD, model, lr=0.1)
+        reference, average, kept = (copy.deepcopy(model) for _ in range(3))
+        run.keep("kept", kept)
+        for batch in run.steps(run.loader(Noisy(), batch_size=4), 4):
+            run.step(model, batch, F.mse_loss)
+            model[0].p += 0.1
+            for each in (average, kept):
+                each[1].weight.data.lerp_(model[1].weight.data, 0.5)
+    assert reference is not average
+    assert [event["reason"].split(",")[0] for event in read_named(tmp_path, "script_noted")] == [
+        "model.0.p is no longer 0.1",
+        "the script changes a copy of model (copy.deepcopy)",
+    ]
 
 
 # --- optimizers

@@ -21,6 +21,7 @@ import inspect
 import itertools
 import json
 import re
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,11 @@ class Holdings:
     models: list[HeldModel] = field(default_factory=list)
     optimizers: list[HeldOptimizer] = field(default_factory=list)
     schedulers: dict[str, Any] = field(default_factory=dict)
+    moving: set[str] = field(default_factory=set)
+    """Models of which the script has a copy that changes and that it does not keep, such as an average of its own."""
     _mark: _RunMark = field(default_factory=lambda: _RunMark())
+    _copies: weakref.WeakKeyDictionary[nn.Module, float] = field(default_factory=weakref.WeakKeyDictionary)
+    """Copies of models that were seen, and the sum of their weights."""
 
     # --- what the script hands over
 
@@ -247,7 +252,9 @@ class Holdings:
 
     def _adopt(self, *, late: bool, waiting: Sequence[str]) -> None:
         kinds = {kind for found in (LRScheduler, AveragedModel, GradScaler) for kind in _with_subclasses(found)}
-        living = [each for each in gc.get_objects() if type(each) in kinds]  # takes 50 ms
+        own_kinds = {type(each.parallel.module) for each in self.models}
+        found = [each for each in gc.get_objects() if type(each) in kinds or type(each) in own_kinds]  # takes 50 ms
+        living = [each for each in found if type(each) in kinds]
         for held in self.optimizers:
             own = [each for each in living if getattr(each, "optimizer", None) is held.optimizer]
             own = [each for each in own if isinstance(each, LRScheduler)]
@@ -271,6 +278,26 @@ class Holdings:
                 self.keep(name, each)
         if not any(isinstance(each, GradScaler) for each in self.kept.objects.values()):
             self._adopt_scaler([each for each in living if isinstance(each, GradScaler)])
+        self._look_at_copies(
+            [each for each in found if isinstance(each, nn.Module) and type(each) in own_kinds], living
+        )
+
+    def _look_at_copies(self, found: Sequence[nn.Module], living: Sequence[Any]) -> None:
+        """Find copies of models, made by `copy.deepcopy`, that have changed since they were seen first."""
+        kept = [each for each in (*self.kept.objects.values(), *living) if isinstance(each, nn.Module)]
+        known = {id(part) for each in kept for part in each.modules()}
+        known |= {id(part) for each in self.models for part in each.parallel.module.modules()}
+        for copy in found:
+            weights = [*copy.parameters()]
+            if id(copy) in known or any(
+                isinstance(each, DTensor) or each.is_meta or each.is_complex() for each in weights
+            ):
+                continue
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # some quantized weights have no sum
+                total = float(sum(each.detach().sum(dtype=torch.float64) for each in weights))
+                if self._copies.setdefault(copy, total) == total:
+                    continue
+                self.moving |= {each.name for each in self.models if type(each.parallel.module) is type(copy)}
 
     def _adopt_scaler(self, living: Sequence[GradScaler]) -> None:
         able = [each for each in living if each.is_enabled()]
@@ -439,12 +466,42 @@ class ScriptState(CheckpointState):
         self._stage, self._stages = mesh.coordinate("pp"), mesh.degree("pp")
         self._leads = all(mesh.coordinate(dim) == 0 for dim in (*DIMS, "cp") if dim != "pp")
         self._begin: dict[str, dict[str, Any]] = {}
+        self._floats: dict[str, float] = {}
         self._saved: dict[str, dict[str, Any]] = {"optimizers": {}, "schedulers": {}, "models": {}}
         self.changes: Changes = {}
 
     def begin(self) -> None:
         """Take the script's settings, before anything is restored. Raises UserError if they cannot be stored."""
-        self._begin = self._read_script()
+        self._begin, self._floats = self._read_script(), self._read_floats()
+
+    def _read_floats(self) -> dict[str, float]:
+        """Public numbers with a point of modules, such as the rate of a dropout."""
+        modules = (
+            (each.name, *pair) for each in self._holdings.models for pair in each.parallel.module.named_modules()
+        )
+        return {
+            ".".join(filter(None, (name, path, key))): value
+            for name, path, module in modules
+            for key, value in vars(module).items()
+            if type(value) is float and not key.startswith("_")
+        }
+
+    def describe_unsaved(self) -> Iterator[str]:
+        """What the script changes and no checkpoint holds: numbers in modules, and copies of models."""
+        now = self._read_floats()
+        for name, before in self._floats.items():
+            if name in now and now[name] != before and before == before:
+                yield (
+                    f"{name} is no longer {before:g}, as when the loop began, which no checkpoint holds: after a "
+                    "resume it begins as the script makes it. To do: compute it from run.step_number, or make it a "
+                    "buffer."
+                )
+                break
+        for name in sorted(self._holdings.moving):
+            yield (
+                f"the script changes a copy of {name} (copy.deepcopy), which no checkpoint holds: after a resume it "
+                'begins anew. To do: run.keep("a name", copy).'
+            )
 
     def _read_script(self) -> dict[str, dict[str, Any]]:
         """Settings of groups by optimizer, states of schedulers, what is frozen and what evaluates by model."""

@@ -622,7 +622,7 @@ class Loop:
             try:  # what the script has made since the last search
                 self._script.holdings.adopt(late=True, waiting=self._script.unknown)
             except UserError as error:  # an ambiguous name must not prevent a save
-                self._session.note_once("kept_unlike", f"not saved: {error}")
+                self._session.note_once("script_noted", f"not saved: {error}")
             self._next_search_s = time.monotonic() + SEARCH_PACE * (time.monotonic() - began)
         for parallel in self._parallels:
             average_buffers(parallel.module, self._session.mesh)
@@ -658,13 +658,15 @@ class Loop:
         )
 
     def _note_unlike(self, *, is_first: bool) -> None:
-        """Report once what ranks of a script have not alike, before it is saved. Raises UserError for what lets their
-        weights drift apart."""
+        """Report once what of a script is not saved, and what ranks have not alike. Raises UserError for what lets
+        their weights drift apart."""
         if self._script is None:
             return
+        for unsaved in self._script.describe_unsaved():
+            self._session.note_once("script_noted", unsaved)
         found = [describe_unlike(self._script.holdings.kept, self._ranks)] if is_first else []
         for unlike in filter(None, (*found, self._script.describe_unlike(self._ranks))):
-            self._session.note_once("kept_unlike", f"{unlike}. To do: let every rank do the same.")
+            self._session.note_once("script_noted", f"{unlike}. To do: let every rank do the same.")
 
     def _agree_on_reason(self) -> str:
         """Why the script has finished the run, in the words of the first rank that did."""

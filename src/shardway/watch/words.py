@@ -474,7 +474,7 @@ _KINDS: Mapping[str, tuple[Words, Severity, StepLabel]] = {
     "fault": (_render_fault, Severity.ERROR, _NONE),
     **dict.fromkeys(("data_skipped", "skip_too_late", "loss_depends_on_cut"), (_reason(), _WARNING, _RUN)),
     **dict.fromkeys(
-        ("gradients_by_hand", "data_order_noted", "data_split_by_rank", "kept_unlike"), (_reason(), _WARNING, _RUN)
+        ("gradients_by_hand", "data_order_noted", "data_split_by_rank", "script_noted"), (_reason(), _WARNING, _RUN)
     ),
     **dict.fromkeys(GUARDED, (render_guarded, _WARNING, StepLabel.EVENT)),
 }
