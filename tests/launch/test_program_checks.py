@@ -161,6 +161,8 @@ def test_what_a_snapshot_holds(tmp_path: Path) -> None:
     assert "there is no file c.py" in reasons["c.py"]
     assert "not in the snapshot that the job runs in (a secret)" in reasons["../secret.env"]
     assert f"leads out of {tmp_path}/project" in reasons["../../b.py"]
+    assert code.find_remedy("c.py") == "correct its path"  # it is nowhere; the next one is here, and not for the job
+    assert code.find_remedy("../../b.py").startswith("submit it from the folder that holds it")
     assert replace(code, snapshot=None).why_missing("../../b.py") == ""
     assert os.fspath(code.here) not in replace(code, is_there=False).why_missing("c.py")
 

@@ -16,6 +16,7 @@ import typer
 
 from shardway.cli.options import JsonOption, complete_run, find_run, print_json
 from shardway.errors import UserError
+from shardway.units import render_plural
 
 
 def track(
@@ -40,7 +41,8 @@ def track(
     for sent in send_run(find_run(run), names, _read_settings(settings or [], names), os.environ):
         found.append(asdict(sent))
         if not as_json:
-            what = f"{sent.events} steps, validations and logged values, {sent.windows} means of the hardware"
+            what = f"{sent.events} steps, validations and logged values, "
+            what += f"{render_plural(sent.windows, 'mean')} of the hardware"
             is_new = sent.events or sent.windows
             typer.echo(f"{sent.tracker}: {what if is_new else 'nothing is new'}{f' -> {sent.id}' if sent.id else ''}")
     if as_json:

@@ -468,6 +468,12 @@ class Code:
             return f"there is no file {path} in {self.here}"
         return self.why_lost(path)
 
+    def find_remedy(self, path: str) -> str:
+        """What to do about a program that the job will not find."""
+        if self.is_there and (self.here / path).exists():
+            return "submit it from the folder that holds it, or name it by its whole path if the nodes see it there"
+        return "correct its path"
+
     def why_lost(self, path: str) -> str:
         """Why a relative path that exists here does not exist for the job; "" if it does, or if that is unknown."""
         if not self.is_there or self.snapshot is None:
@@ -487,7 +493,7 @@ def list_local_problems(read: CommandRead, ranks: int, code: Code) -> Iterator[P
     first = words[0]
     if script and not script.startswith(("/", "~")):
         if why := code.why_missing(script):
-            yield command_problem(why, "correct its path")
+            yield command_problem(why, code.find_remedy(script))
         elif script.endswith(".py") and (code.here / script).is_file():
             try:
                 ast.parse((code.here / script).read_bytes(), script)
@@ -498,7 +504,7 @@ def list_local_problems(read: CommandRead, ranks: int, code: Code) -> Iterator[P
                 yield command_problem(f"{script}{where} is no Python: {reason}", remedy)
     if not read.program.python and first != script and "/" in first and not first.startswith("/"):
         if why := code.why_missing(first):
-            yield command_problem(why, "correct its path")
+            yield command_problem(why, code.find_remedy(first))
         elif code.is_there and not os.access(code.here / first, os.X_OK):
             yield command_problem(f"{first} is not executable", f"`chmod +x {first}`, or name what runs it")
     for word in dict.fromkeys(words if read.program.python else words[1:]):
