@@ -108,7 +108,7 @@ def test_what_wins_by_no_more_than_the_margin_does_not_count() -> None:
     )
     assert choice.values == {COMPILE: "off", MICRO: 2, COMPUTE: "bf16"}
     assert choice.describe() == (
-        "eager (compiled blocks 1.02 times as fast), micro-batch 2 (1.11 times 4), bf16 (float8 0.95 times as fast)"
+        "eager (compiled blocks: 1.02 times as fast), micro-batch 2 (1.11 times 4), bf16 (float8: 0.95 times as fast)"
     )
     assert len(asked) == 6
 
@@ -118,7 +118,27 @@ def test_what_wins_by_no_more_than_the_times_vary_does_not_count(spread: float, 
     space = TuneSpace({COMPILE: "off"}, [(COMPILE, [["blocks"]])])
     noisy = TrialResult({COMPILE: "blocks"}, 0.9, spread, 9, 0.0, LOSSES)
     first = TrialResult({COMPILE: "off"}, 1.0, spread, 9, 0.0, LOSSES)
-    assert choose({("off",): first, ("blocks",): noisy}, space)[0].values == {COMPILE: chosen}
+    choice = choose({("off",): first, ("blocks",): noisy}, space)[0]
+    assert choice.values == {COMPILE: chosen}
+    assert choice.decided == (chosen == "blocks")
+    if not choice.decided:
+        why = "eager (compiled blocks: 1.11 times as fast, which is not sure: the times vary by 12 %)"
+        assert choice.describe() == why
+    slower = replace(noisy, seconds=1.1)
+    assert choose({("off",): first, ("blocks",): slower}, space)[0].decided
+
+
+def test_a_choice_that_is_not_sure_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "spread_of", lambda rounds: 0.9)
+    with invented(lambda values: 0.5 if values.train.compile == "blocks" else 0.87) as tried:
+        for folder in ("first", "second"):
+            train_tuned(tmp_path / folder, lone_rank(), FEW)
+            assert (
+                "eager (compiled blocks: 1.74 times as fast, which is not sure"
+                in read_tuned(tmp_path / folder)["reason"]
+            )
+            assert tried
+            tried.clear()
 
 
 @pytest.mark.parametrize(
@@ -359,7 +379,7 @@ def test_the_slowest_rank_counts(rank: int, tmp_path: Path) -> None:
     with invented(lambda values: slow[str(values.train.compile)], cache=tmp_path / "cache"):
         train_tuned(tmp_path, pool_ranks(), *layout(2, 1), "train.micro_batch=4")
     if rank == 0:
-        assert read_tuned(tmp_path)["reason"].startswith("tuned in 8 s: eager (compiled blocks 0.83 times as fast); ")
+        assert read_tuned(tmp_path)["reason"].startswith("tuned in 8 s: eager (compiled blocks: 0.83 times as fast); ")
 
 
 @ranks(2)

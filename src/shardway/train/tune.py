@@ -537,7 +537,7 @@ def tune(session: Session, data: Data, build: BuildTrial, clock: Callable[[], fl
     found = f"{choice.describe() or 'nothing was compared'}{_render_untried(untried)}"
     if ranks.is_first:
         cache.forget(ended)
-        if not ended and not choice.list_untried():
+        if not ended and choice.decided:
             date = time.strftime("%Y-%m-%d")
             cache.write({"values": values, "origins": origins, "text": found, "date": date})
     trouble = f" ({cache.trouble})" if cache.trouble else ""

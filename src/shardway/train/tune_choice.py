@@ -74,7 +74,24 @@ class TrialComparison:
     def won(self) -> bool:
         if self.against is None:
             return self.tried.counts
-        return self.gain > 1 + max(MARGIN, self.tried.spread + self.against.spread)
+        return self.gain > 1 + max(MARGIN, self.spread)
+
+    @property
+    def spread(self) -> float:
+        """How far both times are known, as a part of them."""
+        return self.tried.spread + (self.against.spread if self.against is not None else 0.0)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it would have won if the times varied less."""
+        return not self.won and self.gain > 1 + MARGIN
+
+    def describe_loss(self) -> str:
+        """Why it has not won: "0.97 times as fast", "out of memory"."""
+        if self.tried.failure:
+            return self.tried.failure
+        sure = f", which is not sure: the times vary by {100 * self.spread:.0f} %" if self.undecided else ""
+        return f"{self.gain:.2f} times as fast{sure}"
 
 
 @dataclass(frozen=True)
@@ -144,6 +161,11 @@ class TuneChoice:
         best = next((each.tried.values for each in reversed(self.comparisons) if each.won), self.space.usual)
         return {**self.space.usual, **{key: value for key, value in best.items() if self.of(key)}}
 
+    @property
+    def decided(self) -> bool:
+        """Whether another start would find the same: there was time for all, and no time varied too much."""
+        return not any(each.undecided or (each.key and each.tried.untried) for each in self.comparisons)
+
     def of(self, key: str) -> list[TrialComparison]:
         """What another value of a key was compared with, without tries that there was no time for."""
         return [each for each in self.comparisons if each.key == key and not each.tried.untried]
@@ -161,7 +183,7 @@ class TuneChoice:
         return ", ".join(parts)
 
     def explain(self, key: str) -> str:
-        """Why the value of a key is chosen: "1.24 times eager", or "8 0.97 times as fast, 2: out of memory"."""
+        """Why the value of a key is chosen: "1.24 times eager", or "8: 0.97 times as fast, 2: out of memory"."""
         tries = self.of(key)
         won, start = [each for each in tries if each.won], tries[0].against
         if won:
@@ -169,11 +191,7 @@ class TuneChoice:
             if start is None:
                 return "the first that could be measured"
             return f"{start.seconds / best.seconds:.2f} times {name_value(key, start.values[key])}"
-        told = (
-            f": {each.tried.failure}" if each.tried.failure else f" {each.gain:.2f} times as fast" for each in tries
-        )
-        names = (name_value(key, each.tried.values[key]) for each in tries)
-        return ", ".join(f"{name}{words}" for name, words in zip(names, told, strict=True))
+        return ", ".join(f"{name_value(key, each.tried.values[key])}: {each.describe_loss()}" for each in tries)
 
     def name(self, key: str, values: Values) -> str:
         """A value with its noun: "compiled blocks", "micro-batch 8"."""
