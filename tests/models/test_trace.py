@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -238,12 +239,37 @@ def test_a_mixture_of_the_reference_model_is_told() -> None:
 def test_wrong_inputs_are_told() -> None:
     with pytest.raises(UserError, match="0 of Sequential failed with RuntimeError"):
         trace_module(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 5))
-    with pytest.raises(UserError, match="Linear failed with AttributeError: 'bool' object has no attribute 'shape'"):
+    with pytest.raises(UserError, match="it was given an input that is no tensor: bool"):
         trace_module(nn.Linear(2, 2), {"input": torch.zeros(1, 2), "flag": True})  # type: ignore[dict-item]
     with pytest.raises(UserError, match="the model cannot be counted: it was given no inputs"):
         trace_module(nn.Linear(4, 4), ())
-    with pytest.raises(UserError, match="it was given a first input without samples"):
-        trace_module(nn.Linear(4, 4), torch.ones(()))
+    for empty in (torch.ones(()), torch.ones(0, 4)):
+        with pytest.raises(UserError, match="it was given a first input without samples"):
+            trace_module(nn.Linear(4, 4), empty)
+    for odd, kind in (
+        (3, "int"),
+        ("ab", "str"),
+        ([torch.zeros(1, 4), "a"], "str"),
+        ([4], "int"),
+        ({"x": None}, "NoneType"),
+    ):
+        with pytest.raises(UserError, match=f"it was given an input that is no tensor: {kind}"):
+            trace_module(nn.Linear(4, 4), odd)  # type: ignore[arg-type]
+
+
+def test_what_torch_logs_of_a_failure_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence is enough; torch's record of it has a traceback of forty lines."""
+    logger, seen = logging.getLogger("torch._subclasses.fake_tensor"), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    monkeypatch.setattr(logger, "disabled", False)
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(UserError, match="Linear failed with RuntimeError"):
+            trace_module(nn.Linear(4, 4), torch.zeros(2, 5))
+        assert (seen, logger.disabled) == ([], False)
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_a_module_that_cannot_be_copied_is_told() -> None:

@@ -14,8 +14,10 @@ a byte. An unfused attention keeps its scores, as on a GPU.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +60,7 @@ def count_units(module: nn.Module, inputs: Inputs, *, alike: bool = False) -> tu
     """The counts of `trace_module`, one entry a unit. With `alike`, of units that are alike and get inputs of the same
     shapes only the first runs: right for layers that do nothing but turn what they are given into what they return."""
     given = _list_tensors(inputs)
-    if not given or given[0].dim() == 0:
-        what = "no inputs" if not given else "a first input without samples"
+    if what := _refuse(given):
         raise UserError(f"the model cannot be counted: it was given {what}.\n  To do: give what `forward` takes")
     try:  # shares all tensors with the module; what `forward` leaves in attributes stays in the copy
         module = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
@@ -74,7 +75,7 @@ def count_units(module: nn.Module, inputs: Inputs, *, alike: bool = False) -> tu
         tally.watch(unit_name, unit)
         if alike:
             tally.run_once(unit_name, unit)
-    with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True), _without_records():
         # Parameters and buffers, a shared one once: `functional_call` finds its other names.
         state = {each: _imitate(tensor) for each, tensor in (*module.named_parameters(), *module.named_buffers())}
         try:
@@ -102,9 +103,31 @@ def count_units(module: nn.Module, inputs: Inputs, *, alike: bool = False) -> tu
 
 
 def _list_tensors(inputs: Inputs) -> list[torch.Tensor]:
-    if isinstance(inputs, torch.Tensor):
-        return [inputs]
-    return list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs)
+    """The tensors of inputs; what is none of the three kinds of inputs stands for itself."""
+    if isinstance(inputs, Mapping):
+        return list(inputs.values())
+    return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]  # type: ignore[list-item]
+
+
+def _refuse(given: Sequence[Any]) -> str:
+    """What inputs were given that nothing can be counted with; "" for others."""
+    if not given:
+        return "no inputs"
+    odd = [type(each).__name__ for each in given if not isinstance(each, torch.Tensor)]
+    if odd:
+        return f"an input that is no tensor: {odd[0]}"
+    return "a first input without samples" if given[0].dim() == 0 or given[0].shape[0] == 0 else ""
+
+
+@contextmanager
+def _without_records() -> Iterator[None]:
+    """What fails on fake tensors is reported by this module, without torch's own record of it and its traceback."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _imitate(tensor: torch.Tensor) -> torch.Tensor:

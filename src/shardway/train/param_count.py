@@ -57,7 +57,7 @@ def _call(own: str) -> tuple[nn.Module, Any]:
         made = _find(Path(path), name, own)()
     except UserError:
         raise
-    except Exception as error:  # any error of the user's code
+    except (Exception, SystemExit) as error:  # whatever the user's code raises, or ends with
         raise UserError(
             f'--module "{own}" failed: {type(error).__name__}: {error}\n  To do: call it without arguments from Python.'
         ) from error
@@ -81,6 +81,13 @@ def _find(path: Path, name: str, own: str) -> Any:
     spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if not callable(found):
-        known = ", ".join(each for each in vars(module) if not each.startswith("_")) or "nothing"
+        known = ", ".join(each for each, value in vars(module).items() if _is_own(each, value, spec.name)) or "nothing"
         raise UserError(f'--module "{own}": {path} has no function "{name}".\n  it has: {known}')
     return found
+
+
+def _is_own(name: str, value: Any, module: str) -> bool:
+    """Whether a file defines a name, rather than import it, as something that can be called."""
+    if name.startswith("_") or not callable(value):
+        return False
+    return getattr(value, "__module__", None) == module or not hasattr(value, "__qualname__")
