@@ -101,11 +101,35 @@ def test_all_that_is_missing_in_a_config_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "cannot be read"), ("[]", "is no JSON object"), ("[" * 9999, "read: max")]
+    ("text", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is no JSON object"),
+        ("[" * 9999, "read: max"),
+        ('{"a": 1, // one\n"b": 2}', "which has no comments"),
+        ('{"a": 1,}', "no comma after the last entry"),
+    ],
 )
 def test_a_damaged_config_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_config(write_config(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [
+        ("utf-8-sig", "begins with a byte-order mark"),
+        ("utf-16", r"a config\.json in UTF-16"),
+        ("utf-16-le", r"a config\.json in UTF-16-LE"),
+        ("utf-32", r"a config\.json in UTF-32"),
+    ],
+)
+def test_a_config_of_another_encoding_is_named(encoding: str, words: str, tmp_path: Path) -> None:
+    """As editors on Windows write it; transformers reads UTF-8 alone."""
+    config = tmp_path / "config.json"
+    config.write_bytes('{"model_type": "llama", "name": "é"}'.encode(encoding))
+    with pytest.raises(UserError, match=words):
+        read_config(tmp_path)
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:

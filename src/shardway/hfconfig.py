@@ -140,7 +140,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of config.json. Raises UserError if it is missing or no JSON object."""
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        if (encoding := json.detect_encoding(content)) != "utf-8":
+            what = "that begins with a byte-order mark" if encoding == "utf-8-sig" else f"in {encoding.upper()}"
+            allowed, remedy = "UTF-8 without a byte-order mark, as transformers reads it", "save it again as that"
+            raise hf_error(str(folder), f"has a {CONFIG} {what}", allowed, remedy)
+        config = json.loads(content.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        allowed = "JSON, which has no comments and no comma after the last entry"
+        raise hf_error(str(folder), f"has a {CONFIG} that cannot be read: {error}", allowed) from None
     except FileNotFoundError:
         raise hf_error(str(folder), f"has no {CONFIG}", "a folder that save_pretrained wrote, or a hub name") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -32,6 +32,9 @@ FORMAT = 2
 CHILD = "shardway.models.huggingface.count"
 """The module that counts: config.json on its standard input, a count or an error on its standard output."""
 
+REST = "rest"
+"""The part of all that is in no layer, as `models.trace` names it."""
+
 _OF_NO_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
 """Keys of a config that change no count."""
 
@@ -102,7 +105,16 @@ class CountedModel:
             units=merge_units(units),
             source=f"{source}, for samples of {sample}",
             value_bytes=self.value_bytes,
+            active=sum(unit.count * self._count_met(unit) for unit in self.units) if self.lengths else 0,
         )
+
+    def _count_met(self, unit: CountedUnit) -> int:
+        """Parameters of a part that one token meets: of a layer with experts those that products in proportion to the
+        length could be with; scores of attention grow with its square. Embeddings have no products and count whole."""
+        products = _slope(self.lengths, [Fraction(value) for value in unit.forward_flops])
+        if unit.name == REST or products <= 0:
+            return unit.parameters
+        return min(unit.parameters, round(products / 2))
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)})
@@ -119,11 +131,24 @@ def _interpolate(places: Sequence[int], values: Sequence[Fraction], at: int) -> 
     return total
 
 
+def _slope(places: Sequence[int], values: Sequence[Fraction]) -> Fraction:
+    """The coefficient of x in the polynomial through all values, by Newton's divided differences."""
+    total, product_at_0, product_slope = Fraction(0), Fraction(1), Fraction(0)
+    for order, place in enumerate(places):
+        total += values[0] * product_slope
+        product_at_0, product_slope = -place * product_at_0, product_at_0 - place * product_slope
+        pairs = zip(values, values[1:], range(len(values) - 1), strict=False)
+        values = [(two - one) / (places[at + order + 1] - places[at]) for one, two, at in pairs]
+    return total
+
+
 def counted_from_json(text: str) -> CountedModel | None:
     """The inverse of `to_json`; None for a text that is none of this format."""
     try:
         table = json.loads(text)
         if table.pop("format") != FORMAT:
+            return None
+        if len({*table["lengths"]}) < len(table["lengths"]):  # of a version that counted short models so
             return None
         lists = ("forward_flops", "saved_bytes", "fixed_bytes")
         units = tuple(CountedUnit(**{**unit, **{name: tuple(unit[name]) for name in lists}}) for unit in table["units"])

@@ -200,7 +200,7 @@ def find_plan_of_units(
         problems.append(Problem("--precision", "several formats are named", allowed="one of them"))
     check_no_problems("the plan", problems)
     ranks, notes = count_ranks(options, machine), [*machine.assumed, *assume_nodes(options), *assumed]
-    active = min(model.parameters, round(model.forward_flops_per_sample / (2 * max(1, seq_len))))
+    active = model.estimate_active(seq_len)
     each = ranks * (options.micro_batch or 1)
     batch = assume_sequences(active, seq_len, each, shared=False) if seq_len else assume_samples(each)
     if options.global_batch and options.global_batch % each:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -132,6 +132,7 @@ class Keys:
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+_FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _LAYER_TYPES = {"full_attention": 0, "sliding_attention": 1}
 
 
@@ -152,14 +153,13 @@ def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> FamilySizes:
     """The sizes; without `ffn_factor` the width of the feed-forward layer is required."""
     hidden, heads = keys.size(*_HIDDEN), keys.size(*_HEADS)
     kv_heads = keys.size("num_key_value_heads", default=heads)
-    ffn = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     sizes = FamilySizes(
         hidden=hidden,
         layers=keys.size(*_LAYERS, most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=keys.size("head_dim", default=max(1, hidden // heads)),
-        ffn=keys.size(*ffn, default=ffn_factor * hidden or None),
+        ffn=keys.size(*_FFN, default=ffn_factor * hidden or None),
         vocab=keys.size("vocab_size"),
     )
     if not keys.problems and keys.config.get("head_dim") is None and hidden % heads:
@@ -817,12 +817,30 @@ def find_shape(name: str, announce: Callable[[str], None] = lambda _: None) -> S
     except UserError as error:
         if not isinstance(config.get("model_type"), str):
             raise
+        check_no_problems(str(folder / CONFIG), list(_list_impossible(config, config["model_type"] in FAMILIES)))
         try:
             return find_counted(config, hf, announce)
         except UserError as refused:
             if config["model_type"] not in FAMILIES:
                 raise
             raise UserError(f"{error}\n{refused}", error.problems) from refused
+
+
+_SIZES = (*_LAYERS, *_HEADS, *_HIDDEN, *_FFN, "num_decoder_layers", "num_key_value_heads", "head_dim", "vocab_size")
+
+
+def _list_impossible(config: Mapping[str, Any], known: bool, inside: str = "") -> Iterator[Problem]:
+    """Sizes that no model has, which the library would build all the same, or for hours. Of a family that is not
+    `known` a part may be left out by a 0."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _list_impossible(value, known, f"{inside}{key}.")
+        elif key in _SIZES and type(value) is int:
+            least, most = int(known), MOST_LAYERS if "layer" in key else LARGEST
+            if not least <= value <= most:
+                allowed = f"an integer, {least} to {most:,}"
+                what = f"{value} is no size"
+                yield Problem(f"{inside}{key}", what, allowed=allowed, remedy="correct the config.json")
 
 
 def name_problems(name: str) -> list[Problem]:

@@ -493,6 +493,7 @@ class Measured:
     units: tuple[Unit, ...]
     source: str = ""  # how the counts were taken, and for which sample
     value_bytes: int = 4  # bytes of an activation when `saved_bytes` were counted
+    active: int = 0  # parameters that one token meets; 0: not known
 
     def __post_init__(self) -> None:
         problems = [] if self.units else [Problem("units", "there is none", allowed="at least 1")]
@@ -520,6 +521,11 @@ class Measured:
     @property
     def flops_per_sample(self) -> float:  # forward and backward
         return 3 * self.forward_flops_per_sample
+
+    def estimate_active(self, seq_len: int) -> int:
+        """Parameters that one of `seq_len` tokens of a sample meets; where that is not known, those that its FLOPs
+        could be products with."""
+        return self.active or min(self.parameters, round(self.forward_flops_per_sample / (2 * max(1, seq_len))))
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
@@ -561,7 +567,14 @@ def measured_from_json(text: str, origin: str = "the shape file") -> Measured:
         problems += [Problem(where + key, "is not known", allowed=", ".join(_UNIT)) for key in unknown]
     check_no_problems(origin, problems)
     units = tuple(Unit(**unit) for unit in table["units"])
-    return Measured(name=table["name"], units=units, source=table["source"], value_bytes=table["value_bytes"])
+    active = table.get("active")
+    return Measured(
+        name=table["name"],
+        units=units,
+        source=table["source"],
+        value_bytes=table["value_bytes"],
+        active=active if type(active) is int and active > 0 else 0,
+    )
 
 
 def _find_wrong_types(table: Mapping[str, Any], kinds: _Kinds, where: str = "") -> Iterator[Problem]:

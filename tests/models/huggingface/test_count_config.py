@@ -91,6 +91,26 @@ def build(count: CountedModel, keys: Mapping[str, Any]) -> tuple[torch.nn.Module
         return getattr(transformers, count.model)._from_config(config, dtype=torch.bfloat16), config
 
 
+@pytest.mark.parametrize("longest", [1, 2, 3, 4, 9])
+def test_a_model_of_few_positions_is_counted_as_one_of_its_length_is(longest: int) -> None:
+    """Three lengths that differ, or as many as it takes."""
+    sizes = {"vocab_size": 1, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": longest}
+    count = count_config({"model_type": "gpt_bigcode", **sizes, "architectures": ["GPTBigCodeForCausalLM"]})
+    assert not count.failure
+    assert len({*count.lengths}) == len(count.lengths) == min(3, longest)
+    assert counted_from_json(count.to_json()) == count
+    model = counting.build_on_meta(*_built(sizes), torch.bfloat16)
+    tokens = torch.zeros((1, longest), dtype=torch.int64, device="meta")
+    exact = sum(unit.count * unit.forward_flops for unit in count_units(model, {"input_ids": tokens}))
+    assert count.at_length("small", longest).forward_flops_per_sample == exact
+
+
+def _built(sizes: Mapping[str, int]) -> tuple[Any, Any]:
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    return GPTBigCodeForCausalLM, GPTBigCodeConfig(**sizes)
+
+
 @pytest.mark.parametrize(("family", "sizes"), TOKENS.values(), ids=TOKENS)
 def test_counts_at_any_length_are_those_of_a_whole_pass(family: str, sizes: dict[str, Any]) -> None:
     """As if all layers had run, at a length that was not counted."""

@@ -13,6 +13,7 @@ from shardway.errors import UserError
 from shardway.plan import counted
 from shardway.plan.counted import CountedModel, CountedUnit, counted_from_json, digest_of_config, find_counted
 from shardway.plan.huggingface import find_shape
+from shardway.plan.shapes import measured_from_json
 
 BLOCK = CountedUnit(
     name="layers.0 to layers.3",
@@ -60,6 +61,18 @@ def test_another_length_follows_from_three() -> None:
     assert found.source == "counted by transformers 5.0.0 as SomeForCausalLM, for samples of 80 tokens"
 
 
+def test_a_token_meets_parameters_and_no_scores() -> None:
+    """10 n^2 + 20 n over n / 8 and four layers of 10 parameters: products are 2.5 a token, scores are none."""
+    assert COUNT.at_length("some", 80).active == 7 + 4 * 1
+    wide = replace(BLOCK, forward_flops=(200.0, 440.0, 720.0))  # 20 n^2 + 180 n: 22.5 a token
+    assert replace(COUNT, units=(wide, REST)).at_length("some", 800).active == 7 + 4 * 10
+    table = replace(REST, name="embeddings", forward_flops=(0.0, 0.0, 0.0))
+    assert replace(COUNT, units=(BLOCK, table)).at_length("some", 8).active == 7 + 4 * 1
+    found = COUNT.at_length("some", 80)
+    assert measured_from_json(found.to_json()).active == found.active == found.estimate_active(80)
+    assert replace(found, active=0).estimate_active(80) == min(47, round(found.forward_flops_per_sample / 160))
+
+
 def test_a_model_without_a_length_has_one_count() -> None:
     unit = replace(BLOCK, forward_flops=(5.0,), saved_bytes=(3.0,), fixed_bytes=(0.0,))
     images = replace(COUNT, lengths=(), units=(unit,), takes="pixel_values bfloat16 [1, 3, 8, 8]")
@@ -85,6 +98,7 @@ def test_a_file_is_read_back_and_what_is_none_is_not() -> None:
         "{}",
         '{"format": 1}',
         json.dumps({**table, "format": old}),
+        json.dumps({**table, "lengths": [0, 0, 0]}),
         json.dumps({**table, "x": 1}),
     ):
         assert counted_from_json(broken) is None
@@ -111,6 +125,42 @@ def test_with_the_libraries_a_count_of_another_version_is_not_used(kept: Path, m
     assert find_counted(CONFIG, "m", said.append) == COUNT
     assert find_counted(CONFIG, "m", said.append) == COUNT
     assert said == ["m is counted with transformers 5.23.0, once"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers: 1000000000 is no size\n      allowed: an integer, 1 to 100,000",
+        ),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0 is no size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: -1 is no size"),
+        ({"intermediate_size": 0}, "intermediate_size: 0 is no size"),
+        ({"vocab_size": 0}, "vocab_size: 0 is no size"),
+        ({"model_type": "some", "n_layers": 10**9}, "n_layers: 1000000000 is no size\n      allowed: an integer, 0 to"),
+        ({"model_type": "some", "text_config": {"n_layer": 10**6}}, "text_config.n_layer: 1000000 is no size"),
+    ],
+)
+def test_sizes_that_no_model_has_are_not_counted(
+    changes: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library builds a billion layers for hours, and 0 or -1 of them as none."""
+    monkeypatch.setattr(counted, "find_library", lambda: "5.23.0")
+    monkeypatch.setattr(counted, "_ask_child", lambda *_: pytest.fail("the library was asked"))
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 8}
+    config = {"model_type": "llama", "vocab_size": 8, **sizes, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UserError) as refused:
+        find_shape(str(tmp_path))
+    assert says in str(refused.value)
+
+
+def test_a_part_that_an_unknown_family_leaves_out_is_counted(kept: Path, tmp_path: Path) -> None:
+    config = {"model_type": "some", "num_decoder_layers": 0}
+    keep(kept, COUNT, "5.0.0", config)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert find_shape(str(tmp_path)) == COUNT
 
 
 def test_a_known_family_with_a_head_of_its_own_is_counted(kept: Path, tmp_path: Path) -> None:

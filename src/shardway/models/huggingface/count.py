@@ -63,7 +63,7 @@ def count_config(keys: Mapping[str, Any]) -> CountedModel:
         config = _text_of(config)  # its language model is named
     model = build_on_meta(kind, config, torch.bfloat16)
     longest, failures = find_longest(model, config), list[str]()
-    lengths = LENGTHS if longest == 0 or longest >= LENGTHS[-1] else tuple(longest * part // 4 for part in (1, 2, 3))
+    lengths = choose_lengths(longest)
     known: dict[str, Any] = {"model": kind.__name__, "library": f"transformers {library.__version__}"}
     known |= {"longest": longest, "learned": has_learned_positions(model, longest)}
     for dtype, alike, trains in _WAYS:
@@ -88,6 +88,14 @@ def count_config(keys: Mapping[str, Any]) -> CountedModel:
     )
     failure = failures[0] if failures else f"{kind.__name__} takes {model.main_input_name}"
     return CountedModel(**known, takes="", lengths=(), units=_join([(whole,)]), value_bytes=2, failure=failure)
+
+
+def choose_lengths(longest: int) -> tuple[int, ...]:
+    """The lengths to count at, of samples of at most `longest` tokens, 0: of any length. Three determine all others; of
+    a model for three or fewer, all that it takes."""
+    if longest == 0 or longest >= LENGTHS[-1]:
+        return LENGTHS
+    return tuple(longest * part // 4 for part in (1, 2, 3)) if longest >= 4 else tuple(range(1, longest + 1))
 
 
 def _count_lengths(
