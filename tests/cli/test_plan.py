@@ -389,6 +389,22 @@ def test_learned_positions_bound_samples_of_a_counted_model(
         assert "more positions than the 512 that its config states" in done.out
 
 
+def test_what_is_not_for_a_model_known_by_its_parts_is_named_as_typed(shardway: Shardway) -> None:
+    done = shardway("plan", "resnet-50", *A100, "--emit", "torchtitan")
+    assert (done.code, done.out) == (2, "")
+    assert "--emit: resnet-50 is known by its parts alone" in done.err
+    both = shardway("plan", "resnet-50", *A100, "--emit", "torchtitan", "--engine", "torchtitan")
+    assert "--engine: has no effect on resnet-50" in both.err
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "1000000000001"])
+def test_a_run_has_no_such_length(shardway: Shardway, steps: str) -> None:
+    done = shardway("plan", "gpt2", *A100, "--steps", steps)
+    assert (done.code, done.out) == (2, "")
+    assert f"--steps: {steps} is no length" in done.err
+    assert "allowed: 1 to 1,000,000,000,000" in done.err
+
+
 def test_a_model_known_by_its_parts_is_copied_or_sharded(shardway: Shardway) -> None:
     found = json.loads(shardway("plan", "resnet-50", *A100, "--gpus", "8", "--json").out)["plan"]
     assert found["model"]["parameters"] == 25_557_032

@@ -296,6 +296,14 @@ def test_a_folder_and_a_file_that_is_not_text(write: Callable[[str], str]) -> No
     assert message_of("./").splitlines()[0] == "cannot read the site profile ./: Is a directory"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_profile(write: Callable[[str], str]) -> None:
+    """As editors on Windows write it; a run file may have one too."""
+    path = Path(write(MINIMAL))
+    plain = load_site(str(path))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_site(str(path)) == plain
+
+
 def test_broken_toml(write: Callable[[str], str]) -> None:
     assert message_of(write('format = 1\nname = "mine\n')) == (
         "site profile mine.toml is not valid TOML: Illegal character '\\n' (at line 2, column 13)\n"

@@ -103,10 +103,11 @@ def plan(
         raise refuse(
             "--out", f"{out} is a folder for the files of --emit, which is not said", "--emit LIBRARY --out FOLDER"
         )
+    emits = ""
     if emit and not engine and not model[0].endswith(".toml"):  # a run file names its own engine
         from shardway.plan.export.common import ENGINES
 
-        engine = ENGINES.get(emit, "")
+        emits = ENGINES.get(emit, "")
     options = PlanOptions(
         nodes=nodes,
         gpus=gpus,
@@ -122,7 +123,7 @@ def plan(
         offload=offload,
         length=parse_length(tokens, steps),
         precisions=tuple(filter(None, (part.strip() for part in precision.split(",")))),
-        engine=engine,
+        engine=engine or emits,
         layout=parse_layout(layout),
     )
     paid = parse_price(price)
@@ -134,7 +135,7 @@ def plan(
         more = {} if staging is None else {"staging": staging.as_json()}
         _warn_of_uncached(loaded, model[0], on)
     else:
-        result = _plan_named(model, options, machine, terms_on, traces=traces)
+        result = _plan_named(model, options, machine, terms_on, traces=traces, emits=bool(emits))
     if not isinstance(result, PlanResult):
         from shardway.plan.data_parallel_estimate import render_units, unit_plan_facts
 
@@ -240,8 +241,15 @@ def _find_machine(words: list[str], on: str | None, gpu: str | None) -> tuple[Ma
 
 
 def _plan_named(
-    words: list[str], options: PlanOptions, machine: Machine, terms_on: Callable[[int], JobTerms], *, traces: bool
+    words: list[str],
+    options: PlanOptions,
+    machine: Machine,
+    terms_on: Callable[[int], JobTerms],
+    *,
+    traces: bool,
+    emits: bool,
 ) -> PlanResult | UnitPlanResult:
+    """The plan of a model that is named; `emits`: the engine is that of `--emit`."""
     from shardway.plan.counted import CountedModel
     from shardway.plan.huggingface import find_shape
     from shardway.plan.planner import assume_seq_len_of, describe_stray_key, find_excess, make_plan, refuse, request_of
@@ -271,6 +279,8 @@ def _plan_named(
     if options.seq_len and not seq_len:
         raise refuse("--seq-len", f"{shape.name} takes no sequences of tokens", "leave it out")
     terms = terms_on(-(-count_ranks(options, machine) // machine.per_node))
+    if emits:  # its library, which nothing is written for
+        options = replace(options, engine="")
     return find_plan_of_units(options, shape, machine, terms, seq_len=seq_len, assumed=assumed)
 
 

@@ -618,6 +618,7 @@ def assume_tokens_of(active: int) -> Assumed:
 # --- the options of a plan
 
 MOST_RANKS = 2**20
+MOST_STEPS = 10**12  # of a run; a larger number is taken for a typing error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -674,8 +675,8 @@ def parse_length(tokens: str | None, steps: int | None) -> Span | None:
     if tokens is not None and steps is not None:
         raise refuse("--steps", "a length in steps and one in tokens are said both", "one of --tokens and --steps")
     if steps is not None:
-        if steps < 1:
-            raise refuse("--steps", f"{steps} is no length", "1 or more")
+        if not 1 <= steps <= MOST_STEPS:
+            raise refuse("--steps", f"{steps} is no length", f"1 to {MOST_STEPS:,}")
         return Span(float(steps), "steps")
     if tokens is None:
         return None

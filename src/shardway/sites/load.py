@@ -71,7 +71,7 @@ class ProfileFile:
         if self.path is None:
             return str(load_plugin("sites", self.name))
         try:
-            return self.path.read_text(encoding="utf-8")
+            return self.path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
         except (OSError, ValueError) as error:  # a ValueError for a name that no file can have
             not_text = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
             reason = error.strerror if isinstance(error, OSError) else not_text
