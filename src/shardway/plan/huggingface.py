@@ -536,7 +536,8 @@ def _biased_layer(
 
 
 def _t5(keys: Keys) -> Architecture:
-    """An encoder, and a decoder that attends to it; the first layer of each has a table of relative positions."""
+    """An encoder, and a decoder that attends to it; the first layer of each has a table of relative positions. A head
+    of its own, as T5 1.1 has, is what the library has after loading such weights; from the config alone it ties."""
     _named_head(keys, ("ForConditionalGeneration", "T5WithLMHeadModel"), {})
     hidden, heads, layers = keys.size("d_model"), keys.size("num_heads"), keys.size("num_layers", most=MOST_LAYERS)
     width, ffn, vocab = keys.size("d_kv"), keys.size("d_ff"), keys.size("vocab_size")
