@@ -476,9 +476,7 @@ class ScriptState(CheckpointState):
 
     def _read_floats(self) -> dict[str, float]:
         """Public numbers with a point of modules, such as the rate of a dropout."""
-        modules = (
-            (each.name, *pair) for each in self._holdings.models for pair in each.parallel.module.named_modules()
-        )
+        modules = ((each.name, *pair) for each in self.holdings.models for pair in each.parallel.module.named_modules())
         return {
             ".".join(filter(None, (name, path, key))): value
             for name, path, module in modules
@@ -497,7 +495,7 @@ class ScriptState(CheckpointState):
                     "buffer."
                 )
                 break
-        for name in sorted(self._holdings.moving):
+        for name in sorted(self.holdings.moving):
             yield (
                 f"the script changes a copy of {name} (copy.deepcopy), which no checkpoint holds: after a resume it "
                 'begins anew. To do: run.keep("a name", copy).'
