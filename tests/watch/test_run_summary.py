@@ -128,6 +128,14 @@ def test_a_run_whose_records_are_lost_is_not_new(run: RunDir) -> None:
     assert "has not begun" not in render_report(run)
 
 
+def test_a_run_that_has_not_begun_names_where_its_weights_come_from(run: RunDir) -> None:
+    run.create()
+    run.write_import("/models/llama", 0)
+    run.checkpoint_path(0).mkdir(parents=True)
+    assert (summarise(run).state, summarise(run).reason) == ("new", "begins with weights from /models/llama")
+    assert "begins with weights from /models/llama" in render_report(run)
+
+
 def test_torn_last_line_is_skipped(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write_events(monkeypatch, run, [started(), step(1, 1.0), step(2, 2.0)])
     [path] = run.path.glob("**/rank-00000.jsonl")

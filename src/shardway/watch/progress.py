@@ -624,6 +624,8 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
     saved = run.checkpoint_steps()
     if state == "new" and saved and saved[-1]:  # step 0 is of an import
         reason = f"no event of it can be read, but it has a checkpoint of step {saved[-1]}"
+    elif state == "new" and (imported := run.read_import()):
+        reason = f"begins with weights from {imported}"
     left_out: tuple[SkippedRange, ...] = ()
     with contextlib.suppress(JobError):  # a file that cannot be read: the run reports it when it continues
         left_out = run.left_out.read()

@@ -63,8 +63,12 @@
   note.className = "terminal__note";
   var slow = session.commands.map(function (command, at) { return [command, session.faster[at]]; });
   slow = slow.filter(function (each) { return each[1] > 1; });
-  note.textContent = "Recorded on " + session.date + " on " + session.machine + ", by tools/docs_site/terminal.py." +
-    slow.map(function (each) { return " `" + each[0].split(" ").slice(0, 2).join(" ") + "` is shown " + each[1] + " times as fast."; }).join("");
+  note.textContent = "Recorded on " + session.date + " on " + session.machine + ", by tools/docs_site/terminal.py.";
+  slow.forEach(function (each) {
+    var name = document.createElement("code");
+    name.textContent = each[0].split(" ").slice(0, 2).join(" ");
+    note.append(" ", name, " is shown " + each[1] + " times as fast.");
+  });
   place.replaceChildren(screen, button, note);
   if (still.matches) {
     show(frames.length);
