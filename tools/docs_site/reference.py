@@ -241,6 +241,7 @@ EVENTS = {
     "save_failed": "A checkpoint could not be written; it is tried again.",
     "save_skipped": "No checkpoint, since the one before is still written.",
     "saved": "A checkpoint is complete.",
+    "script_noted": "What a script holds and no checkpoint does, or what its ranks do not have alike.",
     "skip_too_late": "Samples of `data.skip` that were trained on before they were named.",
     "spike": "A number is far above the last ones.",
     "staged": "The data were copied to the node's own disk.",
