@@ -33,7 +33,7 @@ run: $(READY)
 # much of their time: three processes keep two cores busy, each with the next file that is left.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 FAST := -m "not slow and not exhaustive" --hypothesis-profile brief
-SLOW := -m "slow and not exhaustive" -o console_output_style=count --share "$$SIDE_BY_SIDE"
+SLOW := -m "slow and not exhaustive" -o console_output_style=count --share="$$SIDE_BY_SIDE"
 
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && echo "format, lint: ok"
