@@ -39,6 +39,7 @@ class Footprint:
     group: Any = None
     dtype: Any = None
     torch_threads: int | None = None
+    linear: Any = None
 
 
 def take_footprint() -> Footprint:
@@ -49,7 +50,8 @@ def take_footprint() -> Footprint:
     if (torch := sys.modules.get("torch")) is None:
         return Footprint(environ, os.getcwd(), threads, handlers)
     group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
-    return Footprint(environ, os.getcwd(), threads, handlers, group, torch.get_default_dtype(), torch.get_num_threads())
+    settings = torch.get_default_dtype(), torch.get_num_threads(), torch.nn.functional.linear
+    return Footprint(environ, os.getcwd(), threads, handlers, group, *settings)
 
 
 def list_leaks(before: Footprint) -> list[str]:
@@ -80,6 +82,8 @@ def _list_torch_leaks(before: Footprint, after: Footprint) -> list[str]:
         leaks.append(f"torch's default dtype: {before.dtype} became {after.dtype}")
     if before.torch_threads is not None and before.torch_threads != after.torch_threads:
         leaks.append(f"torch's threads: {before.torch_threads} became {after.torch_threads}")
+    if before.linear is not None and before.linear is not after.linear:
+        leaks.append(f"torch.nn.functional.linear became {after.linear}")
     return leaks
 
 
@@ -106,3 +110,4 @@ def restore(before: Footprint) -> None:
     if before.dtype is not None:
         torch.set_default_dtype(before.dtype)
         torch.set_num_threads(before.torch_threads)
+        torch.nn.functional.linear = before.linear

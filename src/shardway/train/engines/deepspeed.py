@@ -54,7 +54,7 @@ def started_zero(
     """A `deepspeed.DeepSpeedEngine` over these ranks. Raises UserError if DeepSpeed refuses the settings."""
     # The kind of device, and a check of CUDA that its import would set otherwise.
     variables = {"DS_ACCELERATOR": ranks.device.type, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    with variables_for_libraries(ranks.placement, variables):  # ZeRO 3 reads them while it trains, too
+    with variables_for_libraries(ranks.placement, variables), _linear_put_back():  # ZeRO 3 reads them in training too
         # A user cannot remedy warnings of DeepSpeed's calls into PyTorch.
         with warnings.catch_warnings(action="ignore"), ranks.contact("while DeepSpeed started"):
             import deepspeed
@@ -85,6 +85,16 @@ def started_zero(
             with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
                 engine.destroy()
             _forget_group(deepspeed)
+
+
+@contextlib.contextmanager
+def _linear_put_back() -> Iterator[None]:
+    """ZeRO 3 puts a product of its own in the place of torch's, and leaves it there for later runs of the process."""
+    linear = nn.functional.linear
+    try:
+        yield
+    finally:
+        nn.functional.linear = linear
 
 
 def _initialize(
