@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError
 from shardway.installed import describe_missing, find_missing
+from shardway.untouched import is_untouched as _is_untouched  # noqa: F401  # looks before a script seeds
 from shardway.version import __version__
 
 if TYPE_CHECKING:

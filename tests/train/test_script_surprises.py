@@ -9,6 +9,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset, Subset, TensorDataset, WeightedRandomSampler
 
 import shardway
+import warm
 from pool import ranks
 from runs import lone_rank, open_tiny, pool_ranks, read_column, read_named
 from shardway.checkpoint.state import Unstorable, put_state_together, seed_all, take_state_apart
@@ -93,15 +96,39 @@ def test_a_seed_of_the_script_holds(words: tuple[str, ...], tmp_path: Path, quie
     assert torch.equal(drawn[0], drawn[2]) == bool(words)
 
 
-@pytest.mark.parametrize("words", [(), ("train.seed=3",)])
-def test_other_generators_are_as_the_script_left_them(words: tuple[str, ...], tmp_path: Path) -> None:
-    """They do not show whether they were seeded; unless the run is asked for a seed."""
+DRAW = """
+import random, sys
+import numpy as np
+import shardway
+
+if "seeded" in sys.argv:
     np.random.seed(5)
     random.seed(5)
-    expected = np.random.RandomState(5).rand(), random.Random(5).random()
-    with shardway.start(*KEYS, *words, directory=tmp_path / "run"):
-        drawn = np.random.rand(), random.random()
-    assert (drawn == expected) == (not words)
+if "drawn" in sys.argv:
+    np.random.rand(), random.random()
+keys = [word for word in sys.argv if "=" in word]
+with shardway.start("run.device=cpu", "run.threads=1", "run.telemetry=off", *keys, directory=sys.argv[1]):
+    print(np.random.rand(), random.random())
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("train.seed=3",)])
+def test_generators_of_numpy_and_python_are_seeded_where_the_script_has_not_touched_them(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """So that a run that dies before its first save begins again with the same numbers; `train.seed` seeds either."""
+    (tmp_path / "draw.py").write_text(DRAW)
+    drawn = {}
+    with warm.starts():
+        for name in ("first", "second", "seeded", "drawn"):
+            command = [sys.executable, "draw.py", name, name, *words]
+            ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+            assert ended.returncode == 0, ended.stderr
+            drawn[name] = ended.stdout.split()[-2:]
+    own = [str(np.random.RandomState(5).rand()), str(random.Random(5).random())]
+    assert drawn["first"] == drawn["second"] != own
+    assert drawn["seeded"] == (drawn["first"] if words else own)
+    assert (drawn["drawn"] == drawn["first"]) == bool(words)
 
 
 @pytest.mark.parametrize("words", [(), ("run.threads=2",)])

@@ -48,6 +48,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardway.checkpoint.file_format import Special, TensorPart, TensorTable
 from shardway.errors import Bug, SiteError, UserError
 from shardway.models.contract import canonical_name, find_base
+from shardway.untouched import is_untouched
 
 # --- tensors of special classes
 
@@ -710,24 +711,35 @@ _seeded = set[int]()
 
 def seed_all(seed: int, rank: int) -> None:
     """Seed every generator of this rank; ranks differ, so that their dropout masks do."""
-    mixed = _seed_torch(seed, rank)
-    np.random.seed(mixed % 2**32)
-    random.seed(mixed)
+    _seed_torch(seed, rank)
+    np.random.seed(_mix(seed, rank) % 2**32)
+    random.seed(_mix(seed, rank))
 
 
-def seed_unseeded(seed: int, rank: int) -> None:
-    """Seed torch's generators of this rank, unless a script has: torch draws the seed of a process that names none from
-    64 bits, and scripts name a smaller one. Those of NumPy and of Python do not show whether they were seeded, so they
-    stay as they are."""
+def seed_untouched(seed: int, rank: int) -> None:
+    """The same for the generators that a script has not seeded: torch's if its seed is one that torch has drawn (of 64
+    bits, where scripts name a smaller one), NumPy's and Python's if nothing has seeded them or drawn from them."""
     if torch.initial_seed() >= 2**32 or torch.initial_seed() in _seeded:
         _seed_torch(seed, rank)
+    state = np.random.get_state()
+    if isinstance(state, tuple) and (int(state[1][0]), state[2]) == _NUMPY_AT_IMPORT:
+        np.random.seed(_mix(seed, rank) % 2**32)
+    if is_untouched():
+        random.seed(_mix(seed, rank))
 
 
-def _seed_torch(seed: int, rank: int) -> int:
-    mixed = (seed * 1_000_003 + rank) % 2**63
-    torch.manual_seed(mixed)
-    _seeded.add(mixed)
-    return mixed
+_NUMPY_AT_IMPORT = 2**31, 623
+"""The first word and the position of NumPy's generator as entropy of the system has made it; a seed gives another
+position (numpy/random/_mt19937.pyx)."""
+
+
+def _mix(seed: int, rank: int) -> int:
+    return (seed * 1_000_003 + rank) % 2**63
+
+
+def _seed_torch(seed: int, rank: int) -> None:
+    torch.manual_seed(_mix(seed, rank))
+    _seeded.add(_mix(seed, rank))
 
 
 # --- a script's own objects

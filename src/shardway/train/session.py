@@ -28,7 +28,7 @@ from torch import nn
 
 from shardway.checkpoint.manager import remove_leftovers
 from shardway.checkpoint.reader import peek_latest
-from shardway.checkpoint.state import seed_all, seed_unseeded
+from shardway.checkpoint.state import seed_all, seed_untouched
 from shardway.data.damage import DamageFound
 from shardway.data.waiting import WorkerChoice
 from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reason
@@ -305,7 +305,7 @@ def hold_session(
             stack.callback(_notify_owner, recorder, directory, ranks.placement, values.notify, attempt)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
-        seeds = seed_unseeded if own_model and resolved.origins["train.seed"] == DEFAULT else seed_all
+        seeds = seed_untouched if own_model and resolved.origins["train.seed"] == DEFAULT else seed_all
         seeds(values.train.seed, ranks.rank)
         # In a notebook a signal is for its cell or its kernel, which go on when this run has ended.
         signals = stack.enter_context(SignalWatch(STOP_SIGNALS if find_shell() is None else (BREAK,)))
